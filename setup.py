@@ -1,0 +1,5 @@
+"""The build's entry; metadata lives in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
