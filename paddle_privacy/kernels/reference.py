@@ -13,6 +13,9 @@ import paddle
 
 from .stream import standard_normals
 
+# Elements of a temporary, so that the reference path stays within memory: 4M doubles are 32 MiB.
+_CHUNK_ELEMENTS = 1 << 22
+
 
 def add_noise(
     tensors: Sequence[paddle.Tensor],
@@ -40,3 +43,111 @@ def float32_not_below(value: float) -> np.float32:
     """The smallest float32 that is at least ``value``: rounding must not shrink the noise."""
     rounded = np.float32(value)
     return rounded if float(rounded) >= value else np.nextafter(rounded, np.float32(np.inf))
+
+
+def _wide(x: paddle.Tensor) -> paddle.dtype:
+    """What sums over ``x`` are returned in: float64 for float64, float32 for everything narrower."""
+    return paddle.float64 if x.dtype == paddle.float64 else paddle.float32
+
+
+def _kept_rows(c: paddle.Tensor, first: paddle.Tensor, *others: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+    """The tensors restricted to samples of non-zero weight, then the weights in the dtype of the first tensor."""
+    c = c.detach().astype(first.dtype)
+    kept = paddle.nonzero(c).reshape([-1])
+    if kept.shape[0] == c.shape[0]:
+        return (first, *others, c)
+    return tuple(paddle.index_select(tensor, kept, axis=0) for tensor in (first, *others, c))
+
+
+def row_squared_norms(x: paddle.Tensor) -> paddle.Tensor:
+    """``[B, ...] -> [B]``: squared L2 norm of each row, accumulated in float64."""
+    rows = int(x.shape[0])
+    with paddle.no_grad():
+        total = paddle.zeros([rows], dtype="float64")
+        if x.size == 0:
+            return total.astype(_wide(x))
+        flat = x.detach().reshape([rows, -1])
+        width = max(1, _CHUNK_ELEMENTS // rows)
+        for start in range(0, flat.shape[1], width):
+            part = flat[:, start : start + width].astype("float64")
+            total = total + (part * part).sum(axis=1)
+        return total.astype(_wide(x))
+
+
+def weighted_row_sum(x: paddle.Tensor, c: paddle.Tensor) -> paddle.Tensor:
+    """``[B, ...], [B] -> [...]``: sum of ``c[i] * x[i]``; a row whose weight is 0 is not read (it may hold NaN)."""
+    with paddle.no_grad():
+        x, c = _kept_rows(c, x.detach().astype(_wide(x)))
+        if x.size == 0:
+            return paddle.zeros(x.shape[1:], dtype=x.dtype)
+        flat = x.reshape([x.shape[0], -1])
+        return paddle.matmul(c.reshape([1, -1]), flat).reshape(x.shape[1:])
+
+
+def ghost_squared_norm(a: paddle.Tensor, g: paddle.Tensor) -> paddle.Tensor:
+    """``[B, T, d], [B, T, p] -> [B]``: squared Frobenius norm of ``a[i].T @ g[i]``, the gradient of a linear map.
+
+    By whichever is cheaper for this call: ``sum(a a^T * g g^T)`` (the ghost norm of Li et al., "Large language models
+    can be strong differentially private learners", 2022) or the gradient itself, a few samples at a time.
+    """
+    batch, steps, d = (int(n) for n in a.shape)
+    p = int(g.shape[2])
+    wide = _wide(a)
+    with paddle.no_grad():
+        if a.size == 0 or g.size == 0:
+            return paddle.zeros([batch], dtype=wide)
+        a, g = a.detach().astype(wide), g.detach().astype(wide)
+        norms = []
+        if 2 * steps * steps <= d * p:
+            width = max(1, _CHUNK_ELEMENTS // (steps * steps))
+            for start in range(0, batch, width):
+                left, right = a[start : start + width], g[start : start + width]
+                product = paddle.bmm(left, left.transpose([0, 2, 1]))
+                product = product * paddle.bmm(right, right.transpose([0, 2, 1]))
+                norms.append(product.astype("float64").sum(axis=[1, 2]))
+            # A sum of signed terms can round to just below zero; NaN must stay NaN, so no maximum().
+            norm = paddle.concat(norms)
+            return paddle.where(norm < 0, paddle.zeros_like(norm), norm).astype(wide)
+        width = max(1, _CHUNK_ELEMENTS // (d * p))
+        for start in range(0, batch, width):
+            gradient = paddle.bmm(a[start : start + width].transpose([0, 2, 1]), g[start : start + width])
+            norms.append(row_squared_norms(gradient))
+        return paddle.concat(norms)
+
+
+def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tensor:
+    """``[B, T] int, [B, T, D] -> [B]``: squared norm of each sample's gradient of an embedding table.
+
+    Rows that share an id within a sample are summed first. Padding rows must be zero already.
+    """
+    batch, steps = (int(n) for n in ids.shape)
+    wide = _wide(g)
+    with paddle.no_grad():
+        if g.size == 0:
+            return paddle.zeros([batch], dtype=wide)
+        ids = ids.detach().astype("int64")
+        lowest = ids.min()
+        span = ids.max() - lowest + 1
+        sample = paddle.arange(batch, dtype="int64").reshape([batch, 1])
+        _, first, segment = paddle.unique(
+            (sample * span + (ids - lowest)).reshape([-1]), return_index=True, return_inverse=True
+        )
+        rows = g.detach().astype(wide).reshape([batch * steps, -1])
+        sums = paddle.index_add(paddle.zeros([first.shape[0], rows.shape[1]], dtype=wide), segment, 0, rows)
+        norms = row_squared_norms(sums).astype("float64")
+        owner = first // steps
+        return paddle.index_add(paddle.zeros([batch], dtype="float64"), owner, 0, norms).astype(wide)
+
+
+def embedding_weighted_sum(ids: paddle.Tensor, g: paddle.Tensor, c: paddle.Tensor, num_rows: int) -> paddle.Tensor:
+    """``[B, T] int, [B, T, D], [B] -> [num_rows, D]``: sum of ``c[i]`` times each sample's embedding gradient."""
+    with paddle.no_grad():
+        wide = g.detach().astype(_wide(g))
+        total = paddle.zeros([num_rows, wide.shape[2]], dtype=wide.dtype)
+        wide, ids, c = _kept_rows(c, wide, ids.detach().astype("int64"))
+        if wide.size == 0:
+            return total
+        if int(ids.min()) < 0 or int(ids.max()) >= num_rows:
+            raise ValueError(f"ids must lie in [0, {num_rows}), found {int(ids.min())} to {int(ids.max())}.")
+        rows = (wide * c.reshape([-1, 1, 1])).reshape([-1, wide.shape[2]])
+        return paddle.index_add(total, ids.reshape([-1]), 0, rows)
