@@ -182,8 +182,13 @@ class Ledger:
             import fcntl
         except ImportError as error:
             raise LedgerError("a ledger needs POSIX file locks (Linux or macOS) to keep a second writer out") from error
+        head = read_head(self.path)
+        create = os.O_CREAT if head is None or head.records == 0 else 0
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | create, 0o644)
+        except FileNotFoundError as error:
+            why = f"its head file knows of {head.records} records" if head else "the directory does not exist"
+            raise LedgerError(f"ledger {self.path} is gone: {why}; restore it, or use another path") from error
         except OSError as error:
             raise LedgerError(f"ledger {self.path} cannot be opened for writing: {error.strerror}") from error
         try:
