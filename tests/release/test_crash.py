@@ -21,12 +21,13 @@ def test_the_ledger_never_under_reports(tmp_path):
     )
     outcomes = [json.loads(line) for line in finished.stdout.splitlines()]
     assert len(outcomes) == KILLS
-    for outcome in outcomes:
-        assert outcome["steps"] >= outcome["updates"], outcome
-        # Only a kill before the first header of a ledger leaves nothing to verify.
-        assert "problem" not in outcome or (outcome["kill"] % 10 == 0 and outcome["updates"] == 0), outcome
-    kills_per_ledger = [outcomes[i : i + 10] for i in range(0, KILLS, 10)]
-    for kills in kills_per_ledger:
+    for kills in (outcomes[i : i + 10] for i in range(0, KILLS, 10)):
+        begun = False
+        for outcome in kills:
+            assert outcome["steps"] >= outcome["updates"], outcome
+            # Only until a ledger's first header is on disk may there be nothing to verify.
+            assert "problem" not in outcome or (not begun and outcome["updates"] == 0), outcome
+            begun = begun or "problem" not in outcome
         over = kills[-1]["steps"] - kills[-1]["updates"]
         assert over <= len(kills), "over-reported by at most the one interrupted step of each kill"
     assert sum(a["updates"] < b["updates"] for a, b in zip(outcomes, outcomes[1:])) > KILLS // 2, "kills fell too early"
