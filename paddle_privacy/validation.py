@@ -229,6 +229,8 @@ def _fold_spectral_norm(layer: nn.Layer) -> nn.Layer:
 
 
 def _fold_weight_norm(layer: nn.Layer) -> nn.Layer:
-    for hook in [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, WeightNormHook)]:
-        remove_weight_norm(layer, hook.name)
+    hooks: list[object] = list(layer._forward_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, WeightNormHook):
+            remove_weight_norm(layer, hook.name)
     return layer

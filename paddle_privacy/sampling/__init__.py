@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paddle_privacy.sampling.detect import SamplingScheme, detect_sampling, find_live_loader, live_iterators
 from paddle_privacy.sampling.emissions import Emission, Emissions
+from paddle_privacy.sampling.loader import PoissonDataLoader
 from paddle_privacy.sampling.passes import PassCounter
 from paddle_privacy.sampling.poisson import PoissonBatchSampler
 
@@ -12,6 +13,7 @@ __all__ = [
     "Emissions",
     "PassCounter",
     "PoissonBatchSampler",
+    "PoissonDataLoader",
     "SamplingScheme",
     "detect_sampling",
     "find_live_loader",

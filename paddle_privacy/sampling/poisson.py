@@ -50,7 +50,8 @@ class PoissonBatchSampler(BatchSampler):
     that row weight zero. Without a seed every random bit comes from the operating system's generator at the moment
     it is used, so nothing is repeated by an iteration, a fork or a resumed run.
 
-    ``len(sampler)`` is the number of *logical* batches.
+    ``len(sampler)`` is the number of batches it yields with ``micro_batches``, and of *logical* batches otherwise (how
+    many pieces of ``max_physical_batch_size`` there will be is not known beforehand).
 
     Raises:
         ValueError: an argument is out of range, or both or neither of a pair are given.
@@ -70,7 +71,8 @@ class PoissonBatchSampler(BatchSampler):
         seed: int | None = None,
     ) -> None:
         self.num_rows = _count_rows(dataset, num_rows)
-        self.batch_size, self.sample_rate, whole_steps = _rate(batch_size, sample_rate, self.num_rows)
+        size, self.sample_rate, whole_steps = _rate(batch_size, sample_rate, self.num_rows)
+        self.batch_size = size  # type: ignore[assignment]  # Paddle knows only whole sizes; an expected one may be broken
         self.steps = whole_steps if steps is None else _at_least_one("steps", steps)
         if max_physical_batch_size is not None and micro_batches is not None:
             raise ValueError("pass either max_physical_batch_size or micro_batches, not both")
@@ -102,7 +104,7 @@ class PoissonBatchSampler(BatchSampler):
         return PoissonSampled(self.sample_rate, mechanism)
 
     def __len__(self) -> int:
-        return self.steps
+        return self.steps * (self.micro_batches or 1)
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator function: the generation has to begin here and not at the first `next`, which the
