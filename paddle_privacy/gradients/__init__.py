@@ -1,0 +1,1 @@
+"""Per-sample gradients: where parameters live, how they are captured, and in which form they are kept."""

@@ -1,0 +1,259 @@
+"""Per-sample gradients of one parameter, kept in the form in which they are cheapest.
+
+A layer rule says *what* the gradient of sample i is, as a factor; this file says how to get from a factor to
+the three things a private step needs, without forming ``[B, *shape]`` unless that is the cheapest way:
+
+- ``squared_norms()``: ‖Gᵢ‖², the *ghost norm* (Goodfellow 2015; Li et al. 2022, "Large Language Models Can Be
+  Strong Differentially Private Learners"; Bu et al. 2022 for convolutions);
+- ``weighted_sum(c)``: Σᵢ cᵢGᵢ, the *book-keeping* assembly from the same activations and output gradients
+  (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost");
+- ``per_sample()``: the gradients themselves.
+
+All results are float32, or float64 where the layer computes in float64. A parameter used several times has
+several factors; :func:`merge` joins them so that the cross terms ⟨Gᵢ, G'ᵢ⟩ are part of the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from paddle_privacy import kernels
+
+
+def accumulation_dtype(x: Tensor) -> paddle.dtype:
+    """float64 stays, everything narrower is summed in float32."""
+    return paddle.float64 if x.dtype == paddle.float64 else paddle.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype in which norms and sums are taken; no copy where it already is."""
+    dtype = accumulation_dtype(x)
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+class Factor(ABC):
+    """The gradients of B samples with respect to one parameter of shape `shape`."""
+
+    batch: int
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """‖Gᵢ‖², shape [B]."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σᵢ cᵢGᵢ for finite gradients and weights c of shape [B]; shape `shape`."""
+
+    @abstractmethod
+    def per_sample(self) -> Tensor:
+        """Gᵢ, shape [B, *shape]."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> Factor:
+        """The same factor for some of the samples; `rows` is an index tensor.
+
+        This is how a sample that is not finite leaves the sum: 0 · inf would not be 0.
+        """
+
+    def inner(self, other: Factor) -> Tensor:
+        """⟨Gᵢ, G'ᵢ⟩ with another factor of the same parameter, shape [B]."""
+        mine, theirs = self.per_sample(), other.per_sample()
+        return (mine * theirs).reshape([self.batch, -1]).sum(axis=1)
+
+
+class Dense(Factor):
+    """Gradients already formed, [B, *shape]: biases, norm scales, small convolutions."""
+
+    def __init__(self, gradients: Tensor):
+        self.gradients = widen(gradients)
+        self.batch = gradients.shape[0]
+        self.shape = tuple(gradients.shape[1:])
+
+    def squared_norms(self) -> Tensor:
+        return kernels.row_squared_norms(self.gradients)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return kernels.weighted_row_sum(self.gradients, weights)
+
+    def per_sample(self) -> Tensor:
+        return self.gradients
+
+    def select(self, rows: Tensor) -> Dense:
+        return Dense(self.gradients.index_select(rows))
+
+
+class Outer(Factor):
+    """Sums of outer products over positions: Gᵢ = Σₜ aᵢₜ gᵢₜᵀ, from a [B, T, d] and g [B, T, p].
+
+    Linear layers, unfolded convolutions, matrix products. With `groups` of size k along the second axis
+    (a [B, k, T, d], g [B, k, T, p]) the gradient is block-wise, [k, d, p]. The parameter's own layout is
+    `layout(G)`, a pure reshape or transpose of [d, p] or [k, d, p], so norms do not depend on it.
+    """
+
+    def __init__(self, a: Tensor, g: Tensor, *, transposed: bool = False, shape: Sequence[int] | None = None):
+        if a.ndim == 3:
+            a, g = a.unsqueeze(1), g.unsqueeze(1)
+        self.a, self.g = a, g
+        self.batch, self.groups, self.positions, self.rows = a.shape
+        self.cols = g.shape[-1]
+        self.transposed = transposed
+        if shape is None:
+            shape = (self.cols, self.rows) if transposed else (self.rows, self.cols)
+        self.shape = tuple(shape)
+
+    def squared_norms(self) -> Tensor:
+        """Σₜₛ⟨aₜ,aₛ⟩⟨gₜ,gₛ⟩ where 2T² ≤ d·p, else ‖Σₜ aₜgₜᵀ‖²: the kernel takes the cheaper for this very batch."""
+        merged = [self.batch * self.groups, self.positions]
+        a = widen(self.a).reshape([*merged, self.rows])
+        g = widen(self.g).reshape([*merged, self.cols])
+        norms = kernels.ghost_squared_norm(a, g)
+        return norms.reshape([self.batch, self.groups]).sum(axis=1) if self.groups > 1 else norms
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        a, g = widen(self.a), widen(self.g)
+        g = g * weights.astype(g.dtype).reshape([-1, 1, 1, 1])
+        if self.groups == 1:
+            flat = [self.batch * self.positions, -1]
+            left, right = a.reshape(flat), g.reshape(flat)
+        else:
+            by_group = [self.groups, self.batch * self.positions, -1]
+            left, right = (x.transpose([1, 0, 2, 3]).reshape(by_group) for x in (a, g))
+        return self._product(left, right, batch=[])
+
+    def per_sample(self) -> Tensor:
+        a, g = widen(self.a), widen(self.g)
+        if self.groups == 1:
+            a, g = a.squeeze(1), g.squeeze(1)
+        return self._product(a, g, batch=[self.batch])
+
+    def _product(self, left: Tensor, right: Tensor, batch: list[int]) -> Tensor:
+        if self.transposed:
+            left, right = right, left
+        return paddle.matmul(left, right, transpose_x=True).reshape([*batch, *self.shape])
+
+    def select(self, rows: Tensor) -> Outer:
+        picked = (x.index_select(rows) for x in (self.a, self.g))
+        return Outer(*picked, transposed=self.transposed, shape=self.shape)
+
+
+class Rows(Factor):
+    """Sparse rows: Gᵢ = Σₜ e(idᵢₜ) gᵢₜᵀ, from ids [B, T] and g [B, T, D]; shape [V, D]. Embeddings.
+
+    Never forms a one-hot matrix nor [B, V, D]. Entries with `ids` < 0 count for nothing.
+    """
+
+    def __init__(self, ids: Tensor, g: Tensor, num_rows: int):
+        self.ids, self.g, self.num_rows = ids, widen(g), num_rows
+        self.batch = g.shape[0]
+        self.shape = (num_rows, g.shape[-1])
+
+    def squared_norms(self) -> Tensor:
+        return kernels.embedding_squared_norm(self.ids, self.g)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return kernels.embedding_weighted_sum(self.ids, self.g, weights, self.num_rows)
+
+    def per_sample(self) -> Tensor:
+        one_by_one = [
+            kernels.embedding_weighted_sum(
+                self.ids[i : i + 1], self.g[i : i + 1], paddle.ones([1], self.g.dtype), self.num_rows
+            )
+            for i in range(self.batch)
+        ]
+        return paddle.stack(one_by_one) if one_by_one else paddle.zeros([0, *self.shape], self.g.dtype)
+
+    def inner(self, other: Factor) -> Tensor:
+        """Against an :class:`Outer` on the same table (a tied output head), without forming either gradient:
+        ⟨E, O⟩ = Σₜₛ a[s, idₜ]⟨hₛ, gₜ⟩, where O = Σₛ aₛhₛᵀ has one row a table row."""
+        if not isinstance(other, Outer) or other.groups > 1 or other.shape != self.shape:
+            return super().inner(other)
+        by_row, by_col = (other.g, other.a) if other.transposed else (other.a, other.g)
+        by_row, by_col = widen(by_row).squeeze(1), widen(by_col).squeeze(1)
+        ids = self.ids.clip(min=0).unsqueeze(1).expand([self.batch, other.positions, self.ids.shape[1]])
+        picked = paddle.take_along_axis(by_row, ids.astype("int64"), axis=2, broadcast=False)
+        products = picked * paddle.matmul(by_col, self.g, transpose_y=True)
+        if bool((self.ids < 0).any()):
+            products = paddle.where((self.ids < 0).unsqueeze(1), paddle.zeros_like(products), products)
+        return products.sum(axis=[1, 2])
+
+    def select(self, rows: Tensor) -> Rows:
+        return Rows(self.ids.index_select(rows), self.g.index_select(rows), self.num_rows)
+
+
+class Sum(Factor):
+    """The sum of factors of different kinds on one parameter (a tied embedding and output head)."""
+
+    def __init__(self, parts: Sequence[Factor]):
+        self.parts = list(parts)
+        self.batch, self.shape = parts[0].batch, parts[0].shape
+
+    def squared_norms(self) -> Tensor:
+        total = sum((part.squared_norms() for part in self.parts[1:]), self.parts[0].squared_norms())
+        for k, left in enumerate(self.parts):
+            for right in self.parts[k + 1 :]:
+                rows_first = (left, right) if isinstance(left, Rows) else (right, left)
+                total = total + 2.0 * rows_first[0].inner(rows_first[1])
+        # Rounding may leave a cancelling sum a hair below zero.
+        return total.clip(min=0.0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return sum((part.weighted_sum(weights) for part in self.parts[1:]), self.parts[0].weighted_sum(weights))
+
+    def per_sample(self) -> Tensor:
+        return sum((part.per_sample() for part in self.parts[1:]), self.parts[0].per_sample())
+
+    def select(self, rows: Tensor) -> Sum:
+        return Sum([part.select(rows) for part in self.parts])
+
+
+def merge(factors: Sequence[Factor]) -> Factor:
+    """One factor for all the uses of a parameter in a backward pass.
+
+    Equal kinds are concatenated along the positions (which carries every cross term), formed gradients are
+    added, and what is left is a :class:`Sum`.
+    """
+    if len(factors) == 1:
+        return factors[0]
+    dense = [f for f in factors if isinstance(f, Dense)]
+    rows = [f for f in factors if isinstance(f, Rows)]
+    outers: dict[tuple, list[Outer]] = {}
+    for f in factors:
+        if isinstance(f, Outer):
+            outers.setdefault((f.groups, f.rows, f.cols, f.transposed, f.shape), []).append(f)
+    parts: list[Factor] = [f for f in factors if isinstance(f, Sum)]
+    if dense:
+        parts.append(Dense(sum((f.gradients for f in dense[1:]), dense[0].gradients)))
+    if rows:
+        parts.append(
+            rows[0]
+            if len(rows) == 1
+            else Rows(
+                paddle.concat([f.ids.astype("int64") for f in rows], axis=1),
+                paddle.concat([f.g for f in rows], axis=1),
+                rows[0].num_rows,
+            )
+        )
+    for same in outers.values():
+        if len(same) == 1:
+            parts.append(same[0])
+            continue
+        a = paddle.concat([widen(f.a) for f in same], axis=2)
+        g = paddle.concat([widen(f.g) for f in same], axis=2)
+        parts.append(Outer(a, g, transposed=same[0].transposed, shape=same[0].shape))
+    return parts[0] if len(parts) == 1 else Sum(parts)
+
+
+def formed_or_lazy(outer: Outer) -> Factor:
+    """Forms the gradients at once where [B, *shape] is smaller than what would have to be kept instead.
+
+    True for convolutions on large maps, where the unfolded input dwarfs the kernel; a Linear keeps its activations.
+    """
+    formed = math.prod(outer.shape)
+    kept = outer.groups * outer.positions * (outer.rows + outer.cols)
+    return Dense(outer.per_sample()) if formed <= kept else outer

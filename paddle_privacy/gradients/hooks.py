@@ -1,0 +1,87 @@
+"""Hooks on the user's layers: how they are installed, removed, and kept out of copies of the layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from paddle import Tensor, nn
+
+if TYPE_CHECKING:
+    from paddle_privacy.gradients.capture import Capture
+
+
+class LayerHooks:
+    """A pre-hook and a post-hook on one layer that serve one :class:`Capture`, held weakly.
+
+    A deepcopy or pickle of the layer carries inert hooks: the copy belongs to no optimizer.
+    """
+
+    def __init__(self, capture: Capture, layer: nn.Layer, path: str):
+        self._capture = weakref.ref(capture)
+        self.path = path
+        self._handles = [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            # always_call: what a pre-hook changed is put back even if the layer's forward raises.
+            layer.register_forward_post_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Before the layer's forward; may return replaced inputs."""
+        return None
+
+    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
+        """After it, with `output` None where it raised; may return a replaced output."""
+        return None
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        capture = self._capture()
+        return None if capture is None else self.before(capture, layer, args, kwargs)
+
+    def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
+        capture = self._capture()
+        return None if capture is None else self.after(capture, layer, args, kwargs, output)
+
+    def __deepcopy__(self, memo: dict) -> InertHooks:
+        return InertHooks()
+
+    def __reduce__(self) -> tuple:
+        return InertHooks, ()
+
+
+class InertHooks:
+    """What :class:`LayerHooks` become in a copy."""
+
+    def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> None:
+        return None
+
+    def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
+        return None
+
+
+class BatchProbe(LayerHooks):
+    """On an outermost model: how many rows the running forward has."""
+
+    def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> None:
+        capture.running_rows.append(next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim), None))
+
+    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
+        if capture.running_rows:
+            capture.running_rows.pop()
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)

@@ -1,0 +1,27 @@
+"""y = x W + b over any number of position axes."""
+
+from __future__ import annotations
+
+from paddle import Tensor, nn
+
+from paddle_privacy.gradients.factors import Dense, Outer, widen
+from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
+
+
+def positions(x: Tensor) -> Tensor:
+    """[B, *, d] with any number of position axes (none too) as [B, T, d]."""
+    return x.reshape([x.shape[0], -1, x.shape[-1]]) if x.ndim != 3 else x
+
+
+def sum_over_positions(x: Tensor) -> Tensor:
+    """[B, *, d] -> [B, d]."""
+    return widen(x) if x.ndim == 2 else widen(positions(x)).sum(axis=1)
+
+
+@register_grad_rule(nn.Linear, input_free=["bias"])
+def linear(layer: nn.Linear, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """G = Σₜ xₜ gₜᵀ and Σₜ gₜ (Goodfellow 2015, arXiv:1510.01799)."""
+    return {
+        "weight": lambda: Outer(positions(inputs[0]), positions(output_grad)),
+        "bias": lambda: Dense(sum_over_positions(output_grad)),
+    }

@@ -1,0 +1,62 @@
+"""Normalisation within a sample: y = γ ∘ x̂ + β, so G = Σ x̂ ∘ g and Σ g over what γ is shared across."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+from paddle_privacy.gradients.factors import Dense, widen
+from paddle_privacy.gradients.rules.linear import sum_over_positions
+from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
+
+
+@register_grad_rule(nn.LayerNorm, input_free=["bias"])
+def layer_norm(layer: nn.LayerNorm, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """Ba et al. 2016; the normalised shape may span several axes, the parameters are flat."""
+    width = layer.weight.shape[0] if layer.weight is not None else layer.bias.shape[0]
+    g = widen(output_grad).reshape([output_grad.shape[0], -1, width])
+
+    def weight() -> Dense:
+        normalised = F.layer_norm(widen(inputs[0]), layer._normalized_shape, epsilon=layer._epsilon)
+        return Dense((normalised.reshape(g.shape) * g).sum(axis=1))
+
+    return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
+
+
+def channels_last_positions(x: Tensor, data_format: str) -> Tensor:
+    """[B, C, *] or [B, *, C] -> [B, T, C]."""
+    if data_format in ("NCHW", "NCL", "NCDHW", "NC"):
+        x = x.reshape([x.shape[0], x.shape[1], -1])
+        return x.transpose([0, 2, 1])
+    return x.reshape([x.shape[0], -1, x.shape[-1]])
+
+
+@register_grad_rule(nn.GroupNorm, input_free=["bias"])
+def group_norm(layer: nn.GroupNorm, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """Wu and He 2018."""
+    g = channels_last_positions(widen(output_grad), layer._data_format)
+
+    def weight() -> Dense:
+        normalised = F.group_norm(
+            widen(inputs[0]), layer._num_groups, epsilon=layer._epsilon, data_format=layer._data_format
+        )
+        return Dense((channels_last_positions(normalised, layer._data_format) * g).sum(axis=1))
+
+    return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
+
+
+@register_grad_rule(
+    "paddlenlp.transformers.llama.modeling.LlamaRMSNorm",
+    "paddlenlp.transformers.qwen2.modeling.Qwen2RMSNorm",
+    "paddlenlp.transformers.mistral.modeling.MistralRMSNorm",
+)
+def rms_norm(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """y = γ ∘ x / √(mean x² + ε) (Zhang and Sennrich 2019)."""
+
+    def weight() -> Dense:
+        x = widen(inputs[0])
+        normalised = x * paddle.rsqrt(x.square().mean(axis=-1, keepdim=True) + layer.variance_epsilon)
+        return Dense(sum_over_positions(normalised * widen(output_grad)))
+
+    return {"weight": weight}

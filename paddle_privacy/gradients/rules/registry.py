@@ -1,0 +1,74 @@
+"""Which rule gives the per-sample gradients of which layer type.
+
+A rule is a pure function ``rule(layer, inputs, output_grad)`` that returns, for each parameter name of the layer,
+a :class:`~paddle_privacy.gradients.factors.Factor`, a formed ``[B, *shape]`` tensor, or a function of no arguments
+that makes one (so that nothing is computed for a frozen parameter). `inputs` is the tuple of the layer's positional
+inputs; `output_grad` is ∂L/∂output, batch first, for the loss as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Union
+
+from paddle import Tensor, nn
+
+from paddle_privacy.gradients.factors import Factor
+
+Lazy = Union[Factor, Tensor, Callable[[], Union[Factor, Tensor]]]
+Rule = Callable[[Any, tuple, Tensor], Mapping[str, Lazy]]
+
+
+@dataclass(frozen=True)
+class GradRule:
+    """A rule and what it needs: parameters in `input_free` can do without the recorded input."""
+
+    factors: Rule
+    input_free: frozenset[str]
+    refuses: Callable[[Any], str | None]
+
+
+_by_type: dict[type, GradRule] = {}
+_by_name: dict[str, GradRule] = {}
+
+
+def _never(layer: nn.Layer) -> str | None:
+    return None
+
+
+def register_grad_rule(
+    *layer_types: type | str,
+    input_free: Iterable[str] = (),
+    refuses: Callable[[Any], str | None] = _never,
+) -> Callable[[Rule], Rule]:
+    """Decorator that teaches the library a layer type.
+
+    Args:
+        layer_types: layer classes, or ``"module.Class"`` for classes of packages that need not be installed. A rule
+            holds for exactly these classes, not for subclasses: a subclass may compute something else.
+        input_free: parameters whose gradients follow from the output gradient alone (biases); when only these are
+            trained, the layer's input is not kept.
+        refuses: ``refuses(layer)`` returns why this instance cannot be handled (and what to do), or ``None``.
+
+    The rule itself is trusted: check it with :func:`paddle_privacy.check_grad_rule`.
+    """
+
+    def register(rule: Rule) -> Rule:
+        entry = GradRule(rule, frozenset(input_free), refuses)
+        for layer_type in layer_types:
+            if isinstance(layer_type, str):
+                _by_name[layer_type] = entry
+            elif isinstance(layer_type, type) and issubclass(layer_type, nn.Layer):
+                _by_type[layer_type] = entry
+            else:
+                raise TypeError(f"layer_types must be paddle.nn.Layer classes or dotted names, found {layer_type!r}")
+        return rule
+
+    return register
+
+
+def find_rule(layer: nn.Layer) -> GradRule | None:
+    """The rule for exactly this layer's class, or ``None``."""
+    cls = type(layer)
+    return _by_type.get(cls) or _by_name.get(f"{cls.__module__}.{cls.__qualname__}")

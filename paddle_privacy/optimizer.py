@@ -1,0 +1,490 @@
+"""Paddle's optimizers with a private step.
+
+One step, from here to any formula: the taps of :mod:`paddle_privacy.gradients` hand over each ``backward()`` as a group of
+factors; :class:`~paddle_privacy.clipped_sum.ClippedSum` clips and adds it; :meth:`PrivateOptimizer.step` asks
+:class:`~paddle_privacy.spending.Spending` whether the budget allows the step, writes the ledger, adds noise of
+σ · ``clipping.sensitivity``, divides by the public batch size, and lets Paddle's own update do the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import paddle
+from paddle import Tensor, nn
+from paddle.optimizer import SGD, Adam, AdamW, Momentum, Optimizer
+
+from paddle_privacy.clipped_sum import ClippedSum
+from paddle_privacy.clipping import Clipping, make_clipping, positive
+from paddle_privacy.errors import PrivacyError, PrivacyWarning
+from paddle_privacy.gradients.capture import Capture, Group
+from paddle_privacy.gradients.locate import locate
+from paddle_privacy.ledger import Ledger, environment
+from paddle_privacy.noise import NoiseGenerator
+from paddle_privacy.spending import SAMPLINGS, PrivacySpent, Spending
+
+LOSS_REDUCTIONS = ("mean", "sum")
+_STATE_KEY = "paddle_privacy"
+
+
+class PrivateOptimizer(Optimizer):
+    """Mixin in front of a Paddle optimizer: the same update on a clipped, noised gradient.
+
+    Positional and other keyword arguments go to the Paddle optimizer (``parameters=`` may also be the model).
+
+    Args:
+        clip_norm: C, the bound on each sample's gradient L2 norm (a list of bounds for ``clipping="per_layer"``).
+        noise_multiplier: σ; the noise on the *sum* of clipped gradients is N(0, σ²C²) in every coordinate.
+        batch_size: expected batch size; the public divisor of the noisy sum (never the realised size).
+        epochs: planned epochs, for calibration and reports.
+        dataset_size: N, the number of training rows.
+        data_loader: the ``paddle.io.DataLoader`` in use; tells N, the batch size and how it samples.
+        sampling: ``"auto"`` (what the loader is seen to do), ``"poisson"``, ``"shuffle"`` (each row once an epoch, no
+            amplification) or ``"none"`` (every row in every step).
+        target_epsilon, target_delta: calibrate σ so that ε ≤ target_epsilon after `epochs`; instead of
+            `noise_multiplier`. Training on past the plan raises :class:`PrivacyBudgetExceeded`.
+        max_epsilon: hard budget at `target_delta`.
+        clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"psac"``, ``"adaptive"``, or a
+            :class:`~paddle_privacy.clipping.Clipping`.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss joins the rows of one ``backward()``. The update is
+            divided by `batch_size` under ``"mean"``, and not at all under ``"sum"``, as in plain training.
+        accountant: ``"rdp"``, ``"zcdp"``, ``"pld"`` or an instance.
+        generator: a ``NoiseGenerator``; with ``NoiseGenerator.seeded(...)`` also pass ``secure=False``. Tests only.
+        secure: noise keyed by the operating system (default). ``secure=False`` is needed to pass a seeded generator.
+        ledger: path of the privacy ledger, or a :class:`~paddle_privacy.ledger.Ledger`.
+
+    Each ``backward()`` is one group of samples; several before a ``step()`` add up (do not divide the loss by their
+    number: the divisor is `batch_size`). The guarantee is for adding or removing one row (zeroing it out where the
+    batches are shuffled); see :meth:`privacy_statement`.
+
+    Raises:
+        ValueError, TypeError: an argument is refused; nothing has then been changed.
+        PrivacyError: a parameter or layer whose per-sample gradients cannot be bounded, named by its path.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        clip_norm: Any = None,
+        batch_size: float,
+        noise_multiplier: float | None = None,
+        epochs: float | None = None,
+        dataset_size: int | None = None,
+        data_loader: Any = None,
+        sampling: str = "auto",
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        max_epsilon: float | None = None,
+        clipping: str | Clipping = "flat",
+        loss_reduction: str = "mean",
+        accountant: Any = "rdp",
+        generator: NoiseGenerator | None = None,
+        secure: bool = True,
+        ledger: str | os.PathLike | Ledger | None = None,
+        **kwargs: Any,
+    ):
+        _check_arguments(
+            noise_multiplier=noise_multiplier,
+            epochs=epochs,
+            dataset_size=dataset_size,
+            sampling=sampling,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            max_epsilon=max_epsilon,
+            loss_reduction=loss_reduction,
+        )
+        batch_size = positive("batch_size", batch_size)
+        if not math.isfinite(batch_size):
+            raise ValueError(f"batch_size must be finite, found {batch_size!r}")
+        made_clipping = make_clipping(clipping, clip_norm, batch_size)
+        if noise_multiplier and not math.isfinite(made_clipping.sensitivity):
+            raise ValueError("clip_norm must be finite where there is noise: an unbounded gradient cannot be hidden")
+        noise = _noise(generator, secure)
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
+        if bound.arguments.get("grad_clip") is not None:
+            raise ValueError(
+                "grad_clip clips the batch's gradient after the noise and is not what makes training private; leave it "
+                "out (each sample is clipped to clip_norm)"
+            )
+        parameters, model = bound.arguments.get("parameters"), None
+        if isinstance(parameters, nn.Layer):
+            model = parameters
+            bound.arguments["parameters"] = model.parameters()
+        managed = _distinct(bound.arguments.get("parameters"))
+        spending = Spending(
+            clipping=made_clipping,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            accountant=accountant,
+            epochs=epochs,
+            dataset_size=dataset_size,
+            data_loader=data_loader,
+            sampling=sampling,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            max_epsilon=max_epsilon,
+        )
+        located = locate(managed, model)
+        paths = {id(p): owner.path for owner in reversed(located.owners) for p in owner.parameters.values()}
+        clipped_sum = ClippedSum(managed, [paths[id(p)] for p in managed], made_clipping)
+
+        super().__init__(*bound.args, **bound.kwargs)
+        self.clipping, self.spending, self.noise = made_clipping, spending, noise
+        self.batch_size, self.loss_reduction = batch_size, loss_reduction
+        self.last_norms: Tensor | None = None
+        self._clipped_sum = clipped_sum
+        self._backwards = 0
+        self._logical_batch_complete = True
+        self._logical_batch: tuple[int, int] | None = None
+        self._ledger = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
+        self._capture = Capture(located, self._absorb)
+        self._capture.withdraw_published()
+
+    # What the run is
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """σ; ``None`` while it waits for the data set's size to be calibrated."""
+        return self.spending.noise_multiplier
+
+    @property
+    def clip_norm(self) -> Any:
+        """C, as it is now (adaptive clipping moves it)."""
+        return self.clipping.clip_norm
+
+    @property
+    def accountant(self) -> Any:
+        return self.spending.accountant
+
+    def get_privacy_spent(self, target_delta: float | None = None) -> PrivacySpent:
+        """(ε, δ) of all steps taken so far; `target_delta` defaults to the constructor's."""
+        return self.spending.spent(target_delta)
+
+    def privacy_statement(self) -> dict[str, Any]:
+        """What ε is about: unit, relation, sampling and mechanism, as a ledger header and a report state them."""
+        spending = self.spending
+        scheme = spending.scheme
+        return {
+            "unit": "one row of the training set",
+            "relation": spending.accountant.relation
+            or ("zero_out" if spending.kind == "shuffle" else "add_or_remove_one"),
+            "dataset_size": spending.num_rows,
+            "batch_size": self.batch_size,
+            "sampling": spending.kind,
+            "sampling_declared_by_user": spending.declared,
+            "sampler": scheme.reason if scheme is not None else None,
+            "sample_rate": spending.sample_rate if spending.kind == "poisson" else None,
+            "noise_multiplier": spending.noise_multiplier,
+            "clip_norm": self.clip_norm,
+            "clipping": self.clipping.name,
+            "loss_reduction": self.loss_reduction,
+            "noise": self.noise.describe(),
+            "epochs": spending.epochs,
+            "delta": spending.target_delta,
+            "accountant": spending.accountant.name,
+        }
+
+    # Samples arrive
+
+    def _absorb(self, group: Group) -> None:
+        """The end of a backward(): reconcile with the sampler, clip, add. Failures are raised by step()."""
+        rows = group.batch or 0
+        emission = self.spending.observe(rows)
+        if emission is not None:
+            batch = (emission.generation, emission.step)
+            if self._logical_batch is not None and batch != self._logical_batch and self._backwards:
+                warnings.warn(
+                    "a logical batch was left unfinished; what had been added of it was dropped",
+                    PrivacyWarning,
+                    stacklevel=2,
+                )
+                self._forget_samples()
+            self._logical_batch = batch
+            self._logical_batch_complete = emission.last
+        self._backwards += 1
+        if emission is None or not emission.placeholder:
+            self._clipped_sum.add(group, float(rows) if self.loss_reduction == "mean" else 1.0)
+
+    def _forget_samples(self) -> None:
+        self._clipped_sum.clear()
+        self._backwards = 0
+        self._logical_batch, self._logical_batch_complete = None, True
+
+    # The step
+
+    @paddle.no_grad()
+    def step(self) -> None:
+        """One private update, or none yet where a logical batch is still incomplete.
+
+        Raises:
+            PrivacyError: the samples' gradients were not all captured; the weights have not been touched.
+            PrivacyBudgetExceeded: ε would pass the budget; the weights have not been touched.
+        """
+        try:
+            self._capture.finish()
+        except BaseException:
+            self._forget_samples()
+            raise
+        if not self._logical_batch_complete:
+            return
+        if not self._backwards:
+            raise PrivacyError(
+                "step() without a backward() through the layers that own this optimizer's parameters; call "
+                "loss.backward() first, and check that the model in use is the one whose parameters the optimizer holds"
+            )
+        event, count = self.spending.charge()
+        self._record(event, count)
+        if self._clipped_sum.non_finite:
+            warnings.warn(
+                f"{self._clipped_sum.non_finite} sample(s) had a gradient that is not finite and were left out",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+        self._publish(self._clipped_sum.take())
+        self.last_norms = self._clipped_sum.norms
+        self.clipping.after_step(self.last_norms, self.batch_size, self.noise)
+        self._forget_samples()
+        super().step()
+
+    def _publish(self, sums: list[Tensor]) -> None:
+        """Noise, division by the public batch size, and the result as each parameter's gradient."""
+        managed = [(p, s) for p, s in zip(self._clipped_sum.parameters, sums) if not p.stop_gradient]
+        std = self.spending.require_noise_multiplier() * self.clipping.sensitivity if self.noise_multiplier else 0.0
+        self.noise.add_noise([s for _, s in managed], std)
+        for parameter, noisy in managed:
+            if self.loss_reduction == "mean":
+                noisy.scale_(1.0 / self.batch_size)
+            parameter.grad = noisy.astype(parameter.dtype)
+        self._capture.published = True
+
+    def _record(self, event: Any, count: int) -> None:
+        """Makes the spend durable before the noisy update exists (write-ahead)."""
+        if self._ledger is None:
+            return
+        from paddle_privacy.accounting.events import SelfComposed
+
+        if not self._ledger.is_open:
+            self._ledger.open({**environment(), **self.privacy_statement(), "model_fingerprint": self._fingerprint()})
+        delta = self.spending.target_delta
+        epsilon = self.spending.spent(delta).epsilon if delta is not None else None
+        charged = event if count == 1 else SelfComposed(event, count)
+        self._ledger.append(charged.to_dict(), epsilon, self.spending.steps)
+
+    def _fingerprint(self) -> str:
+        """Names, shapes and dtypes of the trained parameters, hashed; no weights."""
+        import hashlib
+
+        names = self._capture.located.names
+        lines = [
+            f"{names[id(p)]} {list(p.shape)} {p.dtype}" for p in self._clipped_sum.parameters if not p.stop_gradient
+        ]
+        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+    # Paddle's other ways to a step
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Clears the published gradients. Samples not yet used by step() are dropped as well, as in plain Paddle.
+
+        Inside an incomplete logical batch nothing is dropped: the loop of a split batch clears after every piece.
+        """
+        self._capture.withdraw_published()
+        if self._logical_batch_complete:
+            self._capture.discard()
+            self._forget_samples()
+
+    def zero_grad(self, set_to_zero: bool = True) -> None:
+        """The same as :meth:`clear_grad`."""
+        self.clear_grad(set_to_zero)
+
+    def minimize(self, loss: Tensor, *args: Any, **kwargs: Any) -> tuple[None, list]:
+        """The private :meth:`step`, after ``loss.backward()``; other arguments are refused."""
+        if args or any(value is not None for value in kwargs.values()):
+            raise ValueError("minimize() of a private optimizer takes only the loss")
+        self.step()
+        return None, []
+
+    def backward(self, *args: Any, **kwargs: Any) -> list:
+        raise PrivacyError("this would collect gradients past the clipping; call loss.backward() and optimizer.step()")
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> list:
+        raise PrivacyError("gradients from outside are neither clipped nor noised; call optimizer.step()")
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Paddle's state, and under ``"paddle_privacy"`` the accountant's, the noise multiplier and the clipping's.
+
+        No noise key is part of it: a resumed run draws fresh noise.
+        """
+        state = super().state_dict()
+        state[_STATE_KEY] = {"spending": self.spending.state_dict(), "clipping": self.clipping.state_dict()}
+        return state
+
+    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` saved; ε continues where the saved run stopped.
+
+        Raises:
+            ValueError: the state lacks the accountant (it was saved by a plain optimizer), or does not fit this run.
+        """
+        state = dict(state_dict)
+        private = state.pop(_STATE_KEY, None)
+        if private is None:
+            raise ValueError(
+                "state_dict has no 'paddle_privacy' entry, so what earlier steps spent is unknown; load the state of a "
+                "private optimizer"
+            )
+        self.clipping.load_state_dict(private["clipping"])
+        self.spending.load_state_dict(private["spending"])
+        self._capture.discard()
+        self._forget_samples()
+        super().set_state_dict(state)
+
+    set_dict = set_state_dict
+
+    def detach(self) -> None:
+        """Takes all hooks off the model. The optimizer cannot step afterwards."""
+        self._capture.remove()
+
+
+Wrapped = TypeVar("Wrapped", bound=Optimizer)
+
+
+def dp_optimizer(optimizer_class: type[Wrapped]) -> type[Wrapped]:
+    """A private version of any Paddle optimizer class, with the keywords of :class:`PrivateOptimizer`.
+
+    Args:
+        optimizer_class: a first-order ``paddle.optimizer.Optimizer``; its update sees nothing but the noisy gradient.
+
+    Raises:
+        TypeError: not an optimizer class, or one that evaluates the loss several times a step (LBFGS).
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a paddle.optimizer.Optimizer class, found {optimizer_class!r}")
+    if issubclass(optimizer_class, paddle.optimizer.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss several times a step, each of which would have to be noised and accounted for; "
+            "use a first-order optimizer such as DPAdamW"
+        )
+    if issubclass(optimizer_class, PrivateOptimizer):
+        return optimizer_class
+    name = f"DP{optimizer_class.__name__}"
+    doc = f"Private {optimizer_class.__name__}: its arguments, and the keywords of PrivateOptimizer.\n\n{PrivateOptimizer.__doc__}"
+    made = type(name, (PrivateOptimizer, optimizer_class), {"__doc__": doc, "__module__": __name__})
+    made.__signature__ = _joined_signature(optimizer_class)  # type: ignore[attr-defined]
+    return made
+
+
+def _joined_signature(optimizer_class: type[Optimizer]) -> inspect.Signature:
+    """Paddle's own parameters, then the private keywords: what help() and editors show."""
+    own = [
+        p for n, p in inspect.signature(optimizer_class.__init__).parameters.items() if n not in ("self", "grad_clip")
+    ]
+    private = [
+        p
+        for p in inspect.signature(PrivateOptimizer.__init__).parameters.values()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    return inspect.Signature([*own, *private])
+
+
+class DPSGD(PrivateOptimizer, SGD):
+    __doc__ = f"Private SGD (Abadi et al. 2016).\n\n{PrivateOptimizer.__doc__}"
+
+
+class DPMomentum(PrivateOptimizer, Momentum):
+    __doc__ = f"Private SGD with momentum; the momentum is post-processing.\n\n{PrivateOptimizer.__doc__}"
+
+
+class DPAdam(PrivateOptimizer, Adam):
+    __doc__ = f"Private Adam; its moments are post-processing of the noisy gradients.\n\n{PrivateOptimizer.__doc__}"
+
+
+class DPAdamW(PrivateOptimizer, AdamW):
+    __doc__ = f"Private AdamW; the decay never touches the private sum.\n\n{PrivateOptimizer.__doc__}"
+
+
+for _cls, _base in ((DPSGD, SGD), (DPMomentum, Momentum), (DPAdam, Adam), (DPAdamW, AdamW)):
+    _cls.__signature__ = _joined_signature(_base)  # type: ignore[attr-defined]
+
+
+def _distinct(parameters: Any) -> list[Tensor]:
+    """The parameters of a list or of parameter groups, each once."""
+    if parameters is None:
+        raise ValueError("parameters is missing: pass model.parameters(), parameter groups, or the model")
+    if isinstance(parameters, (Tensor, dict)):
+        raise TypeError(f"parameters must be a list of parameters or of groups, found {type(parameters).__name__}")
+
+    def flat() -> Iterator[Tensor]:
+        for item in parameters:
+            yield from item["params"] if isinstance(item, dict) else (item,)
+
+    found = list({id(p): p for p in flat()}.values())
+    if not found:
+        raise ValueError("parameters is empty; pass model.parameters() of a model that has some")
+    return found
+
+
+def _noise(generator: NoiseGenerator | None, secure: bool) -> NoiseGenerator:
+    if generator is None:
+        if not secure:
+            raise ValueError("secure=False is only for tests with generator=NoiseGenerator.seeded(seed); pass one")
+        return NoiseGenerator()
+    if not isinstance(generator, NoiseGenerator):
+        raise TypeError(f"generator must be a paddle_privacy.NoiseGenerator, found {type(generator).__name__}")
+    if secure and not generator.secure:
+        raise ValueError(
+            "generator is seeded, so whoever knows the seed can subtract the noise; for a test pass secure=False as well"
+        )
+    return generator
+
+
+def _check_arguments(
+    *,
+    noise_multiplier: Any,
+    epochs: Any,
+    dataset_size: Any,
+    sampling: Any,
+    target_epsilon: Any,
+    target_delta: Any,
+    max_epsilon: Any,
+    loss_reduction: Any,
+) -> None:
+    if (noise_multiplier is None) == (target_epsilon is None):
+        found = "neither" if noise_multiplier is None else "both"
+        raise ValueError(f"give exactly one of noise_multiplier and target_epsilon, found {found}")
+    if noise_multiplier is not None:
+        if isinstance(noise_multiplier, bool) or not isinstance(noise_multiplier, (int, float)):
+            raise TypeError(f"noise_multiplier must be a number >= 0, found {noise_multiplier!r}")
+        if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+            raise ValueError(f"noise_multiplier must be a finite number >= 0, found {noise_multiplier!r}")
+    checks: list[tuple[str, Any, Callable[[str, Any], float]]] = [
+        ("epochs", epochs, positive),
+        ("target_epsilon", target_epsilon, positive),
+        ("max_epsilon", max_epsilon, positive),
+    ]
+    for name, value, check in checks:
+        if value is not None:
+            check(name, value)
+    if dataset_size is not None and (isinstance(dataset_size, bool) or not isinstance(dataset_size, int)):
+        raise TypeError(f"dataset_size must be an integer number of rows, found {dataset_size!r}")
+    if dataset_size is not None and dataset_size <= 0:
+        raise ValueError(f"dataset_size must be greater than 0, found {dataset_size!r}")
+    if target_delta is not None:
+        if isinstance(target_delta, bool) or not isinstance(target_delta, (int, float)):
+            raise TypeError(f"target_delta must be a number in (0, 1), found {target_delta!r}")
+        if not 0 < target_delta < 1:
+            raise ValueError(f"target_delta must be in (0, 1), found {target_delta!r}")
+    for name, value in (("target_epsilon", target_epsilon), ("max_epsilon", max_epsilon)):
+        if value is not None and target_delta is None:
+            raise ValueError(f"{name} needs target_delta, the δ at which ε is meant, a number in (0, 1)")
+    if target_epsilon is not None and epochs is None:
+        raise ValueError("target_epsilon needs epochs, the length of training to calibrate the noise for")
+    if sampling not in SAMPLINGS:
+        raise ValueError(f"sampling must be one of {SAMPLINGS}, found {sampling!r}")
+    if loss_reduction not in LOSS_REDUCTIONS:
+        raise ValueError(f"loss_reduction must be one of {LOSS_REDUCTIONS}, found {loss_reduction!r}")
