@@ -21,6 +21,7 @@ import paddle
 
 from . import kernels
 from .errors import PrivacyError
+from .kernels.noise_step import Noise
 from .kernels.stream import BLOCKS_PER_ROW, rows_needed, standard_normals
 
 HARDENINGS = ("grid", "sum", "none")
@@ -103,14 +104,9 @@ class NoiseGenerator:
             return
         # Reserved before it is used: an error halfway must not lead to the same noise twice.
         blocks = self._reserve([int(tensor.size) for tensor, _ in noisy])
-        kernels.add_noise(
-            [tensor for tensor, _ in noisy],
-            [scale for _, scale in noisy],
-            [self.grid(scale) for _, scale in noisy],
-            self._key,
-            blocks,
-            self.draws,
-        )
+        scales = [scale for _, scale in noisy]
+        noise = Noise(self._key, blocks, scales, [self.grid(scale) for scale in scales], self.draws)
+        kernels.add_noise([tensor for tensor, _ in noisy], noise)
 
     def standard_normal(self, shape: int | Sequence[int]) -> np.ndarray:
         """``float32`` standard normals of the given shape, from the same stream."""

@@ -1,7 +1,7 @@
 """Paddle's optimizers with a private step.
 
-One step, from here to any formula: the taps of :mod:`paddle_privacy.gradients` hand over each ``backward()`` as a group of
-factors; :class:`~paddle_privacy.clipped_sum.ClippedSum` clips and adds it; :meth:`PrivateOptimizer.step` asks
+One step, from here to any formula: the taps of :mod:`paddle_privacy.gradients` hand over each ``backward()`` as a group
+of factors; :class:`~paddle_privacy.clipped_sum.ClippedSum` clips and adds it; :meth:`PrivateOptimizer.step` asks
 :class:`~paddle_privacy.spending.Spending` whether the budget allows the step, writes the ledger, adds noise of
 σ · ``clipping.sensitivity``, divides by the public batch size, and lets Paddle's own update do the rest.
 """
@@ -373,7 +373,7 @@ def dp_optimizer(optimizer_class: type[Wrapped]) -> type[Wrapped]:
     if issubclass(optimizer_class, PrivateOptimizer):
         return optimizer_class
     name = f"DP{optimizer_class.__name__}"
-    doc = f"Private {optimizer_class.__name__}: its arguments, and the keywords of PrivateOptimizer.\n\n{PrivateOptimizer.__doc__}"
+    doc = f"Private {optimizer_class.__name__}, with the keywords of PrivateOptimizer.\n\n{PrivateOptimizer.__doc__}"
     made = type(name, (PrivateOptimizer, optimizer_class), {"__doc__": doc, "__module__": __name__})
     made.__signature__ = _joined_signature(optimizer_class)  # type: ignore[attr-defined]
     return made
@@ -438,7 +438,7 @@ def _noise(generator: NoiseGenerator | None, secure: bool) -> NoiseGenerator:
         raise TypeError(f"generator must be a paddle_privacy.NoiseGenerator, found {type(generator).__name__}")
     if secure and not generator.secure:
         raise ValueError(
-            "generator is seeded, so whoever knows the seed can subtract the noise; for a test pass secure=False as well"
+            "generator is seeded, so whoever knows the seed can subtract the noise; in a test pass secure=False too"
         )
     return generator
 

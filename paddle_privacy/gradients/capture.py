@@ -192,7 +192,7 @@ class Capture:
                 self.close()
             else:
                 self._failure = self._failure or PrivacyError(
-                    "a backward() did not finish, so its samples cannot be used; call zero_grad() and run the batch again"
+                    "a backward() did not finish, so its samples cannot be used; run the batch again"
                 )
         if self._failure is not None:
             failure = self._failure

@@ -145,7 +145,7 @@ class Outer(Factor):
 class Rows(Factor):
     """Sparse rows: Gᵢ = Σₜ e(idᵢₜ) gᵢₜᵀ, from ids [B, T] and g [B, T, D]; shape [V, D]. Embeddings.
 
-    Never forms a one-hot matrix nor [B, V, D]. Entries with `ids` < 0 count for nothing.
+    Never forms a one-hot matrix nor [B, V, D].
     """
 
     def __init__(self, ids: Tensor, g: Tensor, num_rows: int):
@@ -175,12 +175,9 @@ class Rows(Factor):
             return super().inner(other)
         by_row, by_col = (other.g, other.a) if other.transposed else (other.a, other.g)
         by_row, by_col = widen(by_row).squeeze(1), widen(by_col).squeeze(1)
-        ids = self.ids.clip(min=0).unsqueeze(1).expand([self.batch, other.positions, self.ids.shape[1]])
+        ids = self.ids.unsqueeze(1).expand([self.batch, other.positions, self.ids.shape[1]])
         picked = paddle.take_along_axis(by_row, ids.astype("int64"), axis=2, broadcast=False)
-        products = picked * paddle.matmul(by_col, self.g, transpose_y=True)
-        if bool((self.ids < 0).any()):
-            products = paddle.where((self.ids < 0).unsqueeze(1), paddle.zeros_like(products), products)
-        return products.sum(axis=[1, 2])
+        return (picked * paddle.matmul(by_col, self.g, transpose_y=True)).sum(axis=[1, 2])
 
     def select(self, rows: Tensor) -> Rows:
         return Rows(self.ids.index_select(rows), self.g.index_select(rows), self.num_rows)

@@ -1,12 +1,13 @@
 """The numerical kernels of a private step, each in native code where that is available and wins.
 
-Each function here takes Paddle tensors and picks the native op or the reference of :mod:`.reference`.
+Each function here takes Paddle tensors and picks the native operator (:mod:`.native` says whether there is one) or
+the reference.
 """
 
 from __future__ import annotations
 
+from .noise_step import Noise, Rule, Update, add_noise, update_with_noise
 from .reference import (
-    add_noise,
     embedding_squared_norm,
     embedding_weighted_sum,
     ghost_squared_norm,
@@ -15,10 +16,14 @@ from .reference import (
 )
 
 __all__ = [
+    "Noise",
+    "Rule",
+    "Update",
     "add_noise",
     "embedding_squared_norm",
     "embedding_weighted_sum",
     "ghost_squared_norm",
     "row_squared_norms",
+    "update_with_noise",
     "weighted_row_sum",
 ]

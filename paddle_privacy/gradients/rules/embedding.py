@@ -21,8 +21,15 @@ def _refuses(layer: nn.Embedding) -> str | None:
 def embedding(layer: nn.Embedding, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """G = Σₜ e(idₜ) gₜᵀ; the row `padding_idx` counts for nothing, as in the layer's own backward."""
     num_rows, dim = layer.weight.shape
-    ids = inputs[0].reshape([output_grad.shape[0], -1])
-    padding = layer._padding_idx
-    if padding is not None and padding != -1:
-        ids = paddle.where(ids == padding, paddle.full_like(ids, -1), ids)
-    return {"weight": lambda: Rows(ids, output_grad.reshape([output_grad.shape[0], -1, dim]), num_rows)}
+    batch = output_grad.shape[0]
+
+    def weight() -> Rows:
+        ids = inputs[0].reshape([batch, -1])
+        g = output_grad.reshape([batch, -1, dim])
+        padding = layer._padding_idx
+        if padding is not None and padding != -1:
+            # Chosen, not multiplied: 0 · inf is not 0.
+            g = paddle.where((ids == padding).unsqueeze(-1), paddle.zeros([], g.dtype), g)
+        return Rows(ids, g, num_rows)
+
+    return {"weight": weight}
