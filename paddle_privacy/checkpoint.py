@@ -10,8 +10,8 @@ The manifest is replaced last and in one move, so a process killed at any point 
 one. Loading verifies every byte and every shape before it changes anything.
 
 Neither noise nor sampling state is stored: a resumed run takes fresh randomness from the operating system. Steps that
-were taken after the checkpoint was written are lost to the weights but not to the budget: with a ledger the optimizer
-counts them from there.
+were taken after the checkpoint was written are lost to the weights but not to the budget: where the optimizer keeps a
+ledger, loading composes whatever the ledger holds beyond the checkpoint. Without a ledger nobody can know of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import paddle
 from paddle import Tensor, nn
 from paddle.base import unique_name
 
-from paddle_privacy.errors import PrivacyError
+from paddle_privacy.accounting.events import Event
+from paddle_privacy.errors import LedgerError, PrivacyError
+from paddle_privacy.verify.chain import read_head, read_ledger
 
 FORMAT = "paddle-privacy-checkpoint/1"
 MANIFEST = "checkpoint.json"
@@ -80,6 +82,7 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
         "parameters": {name: p.name for name, p in model.named_parameters()},
         "optimizer": _strip(optimizer.state_dict(), "", tensors),
         "extra": {} if extra is None else extra,
+        "ledger": _receipt(optimizer),
         "files": {},
     }
     json.dumps(manifest, default=_refuse)  # what JSON cannot hold is refused before a file is written
@@ -106,16 +109,63 @@ def load_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any) -> dict[
     Parameters are matched by their path in the model, so the process may have numbered them differently.
 
     Raises:
-        PrivacyError: there is no checkpoint, or it is damaged, incomplete, or of another model. Nothing has been
-            changed then.
+        PrivacyError: there is no checkpoint, or it is damaged, incomplete, or of another model, or its run kept a
+            ledger and ``optimizer`` does not continue it. Nothing has been changed then.
     """
     manifest, model_tensors, optimizer_tensors = _read(Path(path))
     _check_fits(manifest, model_tensors, model)
+    lost = _steps_beyond(manifest.get("ledger"), optimizer)
     renamed = {old: dict(model.named_parameters())[name].name for name, old in manifest["parameters"].items()}
     state = _rename(_fill(manifest["optimizer"], optimizer_tensors), renamed, optimizer)
     optimizer.set_state_dict(state)
     model.set_state_dict(model_tensors)
+    for event, count in lost:
+        optimizer.spending.accountant.compose(event, count)
+        optimizer.spending.steps += count
     return manifest["extra"]
+
+
+def _receipt(optimizer: Any) -> str | None:
+    """How far the optimizer's ledger has got: "<records>:<hash>", "0" before it exists, None without one."""
+    ledger = getattr(optimizer, "_ledger", None)
+    if ledger is None:
+        return None
+    if ledger.is_open:
+        return ledger.receipt
+    return read_ledger(ledger.path).receipt if ledger.path.exists() else "0"
+
+
+def _steps_beyond(receipt: str | None, optimizer: Any) -> list[tuple[Event, int]]:
+    """Steps that the ledger holds and the checkpoint does not."""
+    ledger = getattr(optimizer, "_ledger", None)
+    if receipt is None:
+        return []
+    if ledger is None:
+        raise PrivacyError(
+            "the checkpoint's run kept a privacy ledger, which knows of steps taken after the checkpoint; build the "
+            "optimizer with ledger= and its path"
+        )
+    if not ledger.path.exists():
+        if receipt == "0":
+            return []
+        raise PrivacyError(f"the ledger {ledger.path} of the checkpoint's run is missing; restore it")
+    try:
+        contents = read_ledger(ledger.path, receipt=None if receipt == "0" else receipt)
+    except LedgerError:
+        head = read_head(ledger.path)
+        if receipt == "0" and head is not None and head.records == 0:
+            return []  # killed between making the ledger's files and its first record
+        raise
+    known = int(receipt.partition(":")[0])
+    lost = []
+    with open(ledger.path, "rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break  # torn, never acknowledged: no update followed
+            record = json.loads(line)
+            if record["kind"] == "step" and record["n"] >= known:
+                lost.append((Event.from_dict(contents.events[record["event_id"]]), 1))
+    return lost
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
