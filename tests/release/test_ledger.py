@@ -59,7 +59,7 @@ def test_a_second_run_starts_from_what_the_first_spent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, other", [("relation", "zero_out"), ("unit", "user"), ("dataset_size", 999), ("data_fingerprint", "b")]
+    "name, other", [("relation", "replace_one"), ("unit", "user"), ("dataset_size", 999), ("data_fingerprint", "b")]
 )
 def test_another_dataset_needs_another_ledger(tmp_path, name, other):
     path = tmp_path / "l.jsonl"

@@ -1,0 +1,53 @@
+"""What (ε, δ) means for an attacker: the trade-off curve and the largest hit rate it allows.
+
+Any test for "was this row trained on?" with false positive rate α has a true positive rate of at most
+min over ε of e^ε α + δ(ε), and of at most 1 - e^{-ε}(1 - δ(ε) - α) (Kairouz, Oh, Viswanath 2015; Dong, Roth, Su 2022,
+Proposition 2.5). δ(ε) comes from an accountant, so the limit is as tight as the accountant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .accounting.accountant import Accountant
+
+_EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 120)])
+
+
+def privacy_profile(accountant: Accountant, group_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(ε, δ(ε)) at fixed ε's, the curve that the hit-rate limits are read from; both shape [k], float64."""
+    deltas = []
+    for epsilon in _EPSILONS:
+        delta = accountant.get_delta(float(epsilon), group_size)
+        deltas.append(delta)
+        if delta == 0:
+            break
+    return _EPSILONS[: len(deltas)].copy(), np.asarray(deltas)
+
+
+def max_true_positive_rate(
+    accountant: Accountant, false_positive_rates: Sequence[float], group_size: int = 1
+) -> np.ndarray:
+    """The largest true positive rate of any membership attack at each false positive rate, shape [len(rates)].
+
+    Raises:
+        ValueError: a rate outside [0, 1].
+    """
+    rates = np.asarray(list(false_positive_rates), dtype=np.float64)
+    if ((rates < 0) | (rates > 1)).any():
+        raise ValueError(f"false_positive_rates must lie in [0, 1], got {rates.tolist()}")
+    epsilon, delta = privacy_profile(accountant, group_size)
+    factor = np.exp(epsilon)[:, None]
+    hit = np.minimum(factor * rates + delta[:, None], 1 - (1 - delta[:, None] - rates) / factor)
+    return np.clip(hit.min(axis=0), rates, 1.0)
+
+
+def posterior_belief(epsilon: float, prior: float = 0.5) -> float:
+    """How sure an attacker can become (up to δ) that a row was trained on, having started at ``prior``."""
+    if not 0 < prior < 1:
+        raise ValueError(f"prior is {prior}; it must lie strictly between 0 and 1")
+    odds = math.log(prior) - math.log1p(-prior) + epsilon
+    return 1 / (1 + math.exp(-odds)) if odds < 700 else 1.0
