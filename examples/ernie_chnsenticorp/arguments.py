@@ -1,0 +1,125 @@
+"""The flags of train.py, and the defaults that depend on the model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+OPTIMIZERS = ("adamw", "adam", "momentum", "sgd")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Defaults of the flags that depend on the model and on whether the training is private."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    clip_norm: float | None
+    max_length: int
+    physical_batch_size: int | None
+    dropout: float
+
+
+# Large batches, since the noise is per batch; a small clip norm, since Adam undoes its scale.
+PRESETS = {
+    ("tiny", True): Preset(10, 1024, 5e-3, 1.0, 48, 1024, 0.0),
+    ("tiny", False): Preset(5, 128, 2e-3, None, 48, None, 0.0),
+    ("pretrained", True): Preset(10, 1024, 1e-3, 0.1, 128, 64, 0.0),
+    ("pretrained", False): Preset(4, 32, 5e-5, None, 128, None, 0.1),
+}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Fine-tune ERNIE for text classification with differential privacy.",
+        epilog="Flags marked * have a default that depends on --model and --non-private; config.json records it.",
+    )
+    add = parser.add_argument
+    add("--model", default="tiny", help="PaddleNLP name, local directory, or tiny: a small untrained ERNIE (default)")
+    add("--data", default="mini", help="chnsenticorp, folder with train/dev/test.tsv, or mini: embedded (default)")
+    add("--epsilon", type=_positive, default=3.0, help="privacy budget; training never exceeds it (default 3)")
+    add("--delta", type=_probability, default=1e-5, help="δ of the guarantee (default 1e-5)")
+    add("--epochs", type=_count, help="passes over the data, in expectation *")
+    add("--batch-size", type=_count, help="expected logical batch size *")
+    add("--learning-rate", type=_positive, help="peak learning rate, decayed linearly to 0 *")
+    add("--max-length", type=_length, help="tokens kept of a review *")
+    add("--clip-norm", type=_clip_norm, help="bound on a row's gradient norm, or auto: the 90th percentile *")
+    add("--clip-norm-data", help="public data (as --data) from which --clip-norm auto reads the norms")
+    add("--freeze-layers", type=_layers, metavar="K", help="freeze the embeddings and the first K encoder layers")
+    add("--physical-batch-size", type=_count, help="rows per forward pass; bounds memory, changes nothing else *")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="the update rule (default adamw)")
+    add("--weight-decay", type=_non_negative, default=0.0, help="decoupled with adamw, L2 otherwise (default 0)")
+    add("--dropout", type=_fraction, help="dropout probability *")
+    add("--seed", type=_layers, default=0, help="of initial weights; noise and sampling use the system's randomness")
+    add("--output", type=Path, help="run folder, must be new (default runs/DATE-TIME)")
+    add("--keep-duplicates", action="store_true", help="train on repeated texts; each copy weakens their protection")
+    add("--non-private", action="store_true", help="the same training without clipping and noise, for comparison")
+    args = parser.parse_args(argv)
+    if args.clip_norm_data is not None and args.clip_norm != "auto":
+        parser.error("--clip-norm-data is used by --clip-norm auto only")
+    for flag in ("clip_norm", "physical_batch_size"):
+        if args.non_private and getattr(args, flag) is not None:
+            parser.error(f"--{flag.replace('_', '-')} has no meaning with --non-private")
+    preset = PRESETS["tiny" if args.model == "tiny" else "pretrained", not args.non_private]
+    for name, value in vars(preset).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.output is None:
+        args.output = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return args
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value
+
+
+def _non_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must lie strictly between 0 and 1, got {text}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return value
+
+
+def _layers(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text}")
+    return value
+
+
+def _length(text: str) -> int:
+    value = int(text)
+    if value < 3:
+        raise argparse.ArgumentTypeError(f"must be at least 3: [CLS], one token and [SEP], got {text}")
+    return value
+
+
+def _clip_norm(text: str) -> float | str:
+    return "auto" if text == "auto" else _positive(text)

@@ -1,0 +1,146 @@
+"""The model and its tokenizer: an ERNIE from PaddleNLP, or `tiny`, a small one that needs no download."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import paddle
+
+TINY_POSITIONS = 128
+
+
+class ModelError(Exception):
+    """The model cannot be built or loaded; the message says which file is missing and what to pass."""
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Importing Paddle and PaddleNLP warns about a missing ccache and deprecated packages; none concerns the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tiny_vocabulary() -> list[str]:
+    """Special tokens, ASCII, Chinese punctuation and the 3,755 commonest characters (level 1 of GB 2312).
+
+    A vocabulary collected from the training rows would tell who is in them; this one is the same for every data set.
+    """
+    special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+    ascii_tokens = [chr(code) for code in range(0x21, 0x7F) if not chr(code).isupper()]
+    suffixes = [f"##{token}" for token in ascii_tokens if token.isalnum()]
+    punctuation = list("，。！？、；：（）《》“”‘’…—～")
+    rows = ((row, 0xF9 if row == 0xD7 else 0xFE) for row in range(0xB0, 0xD8))
+    characters = [bytes([row, cell]).decode("gb2312") for row, last in rows for cell in range(0xA1, last + 1)]
+    return special + ascii_tokens + suffixes + punctuation + characters
+
+
+def build_tiny(num_classes: int, dropout: float) -> tuple[Any, Any]:
+    """An untrained `ErnieForSequenceClassification` of one layer, and its character tokenizer."""
+    with quiet_import():
+        from paddlenlp.transformers import ErnieConfig, ErnieForSequenceClassification, ErnieTokenizer
+    vocabulary = tiny_vocabulary()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vocab.txt"
+        path.write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+        tokenizer = ErnieTokenizer(str(path))
+    config = ErnieConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=64,
+        hidden_act="relu",
+        max_position_embeddings=TINY_POSITIONS,
+        type_vocab_size=2,
+        initializer_range=0.1,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=0,
+        num_labels=num_classes,
+    )
+    return ErnieForSequenceClassification(config), tokenizer
+
+
+def load(name: str, num_classes: int, dropout: float) -> tuple[Any, Any]:
+    """Model and tokenizer called ``name``: ``tiny``, a local directory, or a name PaddleNLP can download.
+
+    Raises:
+        ModelError: a file is missing or the hub cannot be reached.
+    """
+    if name == "tiny":
+        return build_tiny(num_classes, dropout)
+    folder = Path(name)
+    if folder.is_dir():
+        _require_files(folder)
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"--model {name}: no such directory")
+    with quiet_import():
+        from paddlenlp.transformers import AutoModelForSequenceClassification, AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name, num_classes=num_classes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+        )
+    except Exception as error:
+        raise ModelError(
+            f"--model {name}: PaddleNLP could not load it ({error}). Without a network, copy config.json, vocab.txt "
+            "and model_state.pdparams (or model.safetensors) of the model into a directory and pass that: --model DIR"
+        ) from error
+    return model, tokenizer
+
+
+def _require_files(folder: Path) -> None:
+    wanted = (("config.json", "model_config.json"), ("vocab.txt",), ("model_state.pdparams", "model.safetensors"))
+    for names in wanted:
+        if not any((folder / name).is_file() for name in names):
+            raise ModelError(f"--model {folder}: {' or '.join(names)} is missing from this directory")
+
+
+def freeze_layers(model: Any, layers: int | None) -> None:
+    """Exclude the embeddings and the first ``layers`` encoder layers from training; None trains everything.
+
+    Raises:
+        ModelError: the model has fewer layers.
+    """
+    if layers is None:
+        return
+    encoder = model.base_model.encoder.layers
+    if layers > len(encoder):
+        raise ModelError(f"--freeze-layers {layers}: the model has {len(encoder)} encoder layers")
+    for part in (model.base_model.embeddings, *encoder[:layers]):
+        for parameter in part.parameters():
+            parameter.stop_gradient = True
+
+
+def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[np.ndarray[Any, Any]]:
+    """Token ids of each text, int64 ``[T]`` with ``T <= max_length``, [CLS] first and [SEP] last."""
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    encoded = []
+    for text in texts:
+        # A token is a character or more, and a longer prefix cannot change the first tokens.
+        pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text[: 8 * max_length]))
+        encoded.append(np.array([first, *pieces[: max_length - 2], last], dtype=np.int64))
+    return encoded
+
+
+def pad(rows: Sequence[np.ndarray[Any, Any]], pad_id: int) -> np.ndarray[Any, Any]:
+    """Token ids int64 ``[B, T]``, T the longest of the rows."""
+    batch = np.full((len(rows), max(map(len, rows))), pad_id, dtype=np.int64)
+    for ids, row in zip(batch, rows):
+        ids[: len(row)] = row
+    return batch
+
+
+def logits(model: Any, input_ids: paddle.Tensor) -> paddle.Tensor:
+    """Class scores ``[B, classes]``; the model masks padding by its id."""
+    output = model(input_ids)
+    return output[0] if isinstance(output, tuple) else output
