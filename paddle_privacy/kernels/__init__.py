@@ -7,10 +7,12 @@ the reference.
 from __future__ import annotations
 
 from .noise_step import Noise, Rule, Update, add_noise, update_with_noise
-from .reference import (
+from .reductions import (
+    clip_and_sum,
     embedding_squared_norm,
     embedding_weighted_sum,
     ghost_squared_norm,
+    norm_layer_sums,
     row_squared_norms,
     weighted_row_sum,
 )
@@ -20,9 +22,11 @@ __all__ = [
     "Rule",
     "Update",
     "add_noise",
+    "clip_and_sum",
     "embedding_squared_norm",
     "embedding_weighted_sum",
     "ghost_squared_norm",
+    "norm_layer_sums",
     "row_squared_norms",
     "update_with_noise",
     "weighted_row_sum",

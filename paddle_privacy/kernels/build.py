@@ -21,7 +21,15 @@ MARKER = b"paddle_privacy_build="
 # The stream of noise rounds after every operation; everything else may fuse, which is faster and more accurate.
 _CPU_UNITS = {"noise.cc": ["-ffp-contract=off"], "reduce.cc": ["-ffp-contract=fast"]}
 _CUDA_UNIT = "kernels.cu"
-_CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+_CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+]
 
 
 class BuildError(RuntimeError):
@@ -149,7 +157,10 @@ def compile_library(target: Path, device: str, paddle: Paddle | None = None) -> 
             link += [f"-L{home / 'lib64'}", "-lcudart"]
             codes = [flag for a in cuda_architectures() for flag in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
             commands.append(
-                (_CUDA_UNIT, [str(home / "bin" / "nvcc"), "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-fmad=true", *codes])
+                (
+                    _CUDA_UNIT,
+                    [str(home / "bin" / "nvcc"), "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-fmad=true", *codes],
+                )
             )
         commands.append(("ops.cc", binding))
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:

@@ -6,13 +6,15 @@ Sums of squares are accumulated in float64. Paddle's own CPU float32 reductions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import paddle
 
 # Elements of a temporary, so that the reference path stays within memory: 4M doubles are 32 MiB.
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def _wide(x: paddle.Tensor) -> paddle.dtype:
+def wide_dtype(x: paddle.Tensor) -> paddle.dtype:
     """What sums over ``x`` are returned in: float64 for float64, float32 for everything narrower."""
     return paddle.float64 if x.dtype == paddle.float64 else paddle.float32
 
@@ -32,23 +34,52 @@ def row_squared_norms(x: paddle.Tensor) -> paddle.Tensor:
     with paddle.no_grad():
         total = paddle.zeros([rows], dtype="float64")
         if x.size == 0:
-            return total.astype(_wide(x))
+            return total.astype(wide_dtype(x))
         flat = x.detach().reshape([rows, -1])
         width = max(1, _CHUNK_ELEMENTS // rows)
         for start in range(0, flat.shape[1], width):
             part = flat[:, start : start + width].astype("float64")
             total = total + (part * part).sum(axis=1)
-        return total.astype(_wide(x))
+        return total.astype(wide_dtype(x))
 
 
 def weighted_row_sum(x: paddle.Tensor, c: paddle.Tensor) -> paddle.Tensor:
     """``[B, ...], [B] -> [...]``: sum of ``c[i] * x[i]``; a row whose weight is 0 is not read (it may hold NaN)."""
     with paddle.no_grad():
-        x, c = _kept_rows(c, x.detach().astype(_wide(x)))
+        x, c = _kept_rows(c, x.detach().astype(wide_dtype(x)))
         if x.size == 0:
             return paddle.zeros(x.shape[1:], dtype=x.dtype)
         flat = x.reshape([x.shape[0], -1])
         return paddle.matmul(c.reshape([1, -1]), flat).reshape(x.shape[1:])
+
+
+def clip_and_sum(
+    gradients: Sequence[paddle.Tensor], clip_norms: Sequence[float], flat: bool
+) -> tuple[list[paddle.Tensor], paddle.Tensor, paddle.Tensor]:
+    """See :func:`.reductions.clip_and_sum`; ``clip_norms`` holds one bound when ``flat``, else one a gradient."""
+    with paddle.no_grad():
+        squared = paddle.stack([row_squared_norms(g.astype("float64")) for g in gradients])
+        if flat:
+            squared = squared.sum(axis=0, keepdim=True)
+        bounds = paddle.to_tensor(list(clip_norms), dtype="float64", place=squared.place).reshape([-1, 1])
+        norms = squared.sqrt()
+        finite = paddle.isfinite(squared).all(axis=0, keepdim=True)
+        factors = paddle.where(norms > bounds, bounds / norms, paddle.ones_like(norms))
+        factors = paddle.where(finite, factors, paddle.zeros_like(factors))
+        sums = [weighted_row_sum(g, factors[0 if flat else i]) for i, g in enumerate(gradients)]
+        return sums, squared[0] if flat else squared, factors[0] if flat else factors
+
+
+def norm_layer_sums(
+    x: paddle.Tensor, g: paddle.Tensor, epsilon: float, *, centered: bool, with_bias: bool
+) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+    """See :func:`.reductions.norm_layer_sums`."""
+    with paddle.no_grad():
+        x, g = x.detach().astype(wide_dtype(x)), g.detach().astype(wide_dtype(x))
+        if centered:
+            x = x - x.mean(axis=-1, keepdim=True)
+        normalised = x * paddle.rsqrt((x * x).mean(axis=-1, keepdim=True) + epsilon)
+        return (normalised * g).sum(axis=1), g.sum(axis=1) if with_bias else None
 
 
 def ghost_squared_norm(a: paddle.Tensor, g: paddle.Tensor) -> paddle.Tensor:
@@ -59,7 +90,7 @@ def ghost_squared_norm(a: paddle.Tensor, g: paddle.Tensor) -> paddle.Tensor:
     """
     batch, steps, d = (int(n) for n in a.shape)
     p = int(g.shape[2])
-    wide = _wide(a)
+    wide = wide_dtype(a)
     with paddle.no_grad():
         if a.size == 0 or g.size == 0:
             return paddle.zeros([batch], dtype=wide)
@@ -88,7 +119,7 @@ def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tenso
     Rows that share an id within a sample are summed first. Padding rows must be zero already.
     """
     batch, steps = (int(n) for n in ids.shape)
-    wide = _wide(g)
+    wide = wide_dtype(g)
     with paddle.no_grad():
         if g.size == 0:
             return paddle.zeros([batch], dtype=wide)
@@ -109,7 +140,7 @@ def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tenso
 def embedding_weighted_sum(ids: paddle.Tensor, g: paddle.Tensor, c: paddle.Tensor, num_rows: int) -> paddle.Tensor:
     """``[B, T] int, [B, T, D], [B] -> [num_rows, D]``: sum of ``c[i]`` times each sample's embedding gradient."""
     with paddle.no_grad():
-        wide = g.detach().astype(_wide(g))
+        wide = g.detach().astype(wide_dtype(g))
         total = paddle.zeros([num_rows, wide.shape[2]], dtype=wide.dtype)
         wide, ids, c = _kept_rows(c, wide, ids.detach().astype("int64"))
         if wide.size == 0:

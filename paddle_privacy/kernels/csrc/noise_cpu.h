@@ -1,30 +1,10 @@
 // Rows of 256 normals on the CPU, in whichever vector width the processor has. See stream.h for the definition.
 #pragma once
 
+#include "simd.h"
 #include "stream.h"
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define PP_X86 1
-#endif
-#define PP_INLINE inline __attribute__((always_inline))
-
 namespace paddle_privacy {
-
-// GCC drops vector_size when it depends on a template parameter, so the widths are spelled out.
-template <int LANES>
-struct VectorTypes;
-#define PP_VECTOR_TYPES(LANES)                                   \
-  template <>                                                    \
-  struct VectorTypes<LANES> {                                    \
-    typedef uint32_t U __attribute__((vector_size(LANES * 4)));  \
-    typedef int32_t I __attribute__((vector_size(LANES * 4)));   \
-    typedef uint8_t Bytes __attribute__((vector_size(LANES * 4))); \
-    typedef float F __attribute__((vector_size(LANES * 4)));     \
-  };
-PP_VECTOR_TYPES(4)
-PP_VECTOR_TYPES(8)
-PP_VECTOR_TYPES(16)
-#undef PP_VECTOR_TYPES
 
 // LANES consecutive blocks of a row, word-sliced: lane l of vector w is word w of block l.
 template <int LANES>
@@ -36,7 +16,7 @@ struct Lanes {
 
   template <int BITS>
   static PP_INLINE void rotate(U& x) {
-#if defined(PP_X86) && !defined(__clang__)
+#if PP_X86 && !defined(__clang__)
     // Rotations by whole bytes are one AVX2 shuffle; AVX-512 has a rotate instruction and SSE2 no byte shuffle.
     if (LANES == 8 && (BITS == 16 || BITS == 8)) {
       Bytes order;
@@ -151,9 +131,6 @@ struct Lanes {
   }
 };
 
-// Vector instruction sets, narrowest first. Forcing one is for tests and benchmarks; the stream is the same in all.
-enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
-
 #if PP_X86
 __attribute__((target("arch=x86-64-v4"))) inline void normal_row_avx512(const Key& key, uint64_t block, uint64_t nonce,
                                                                         float* out) {
@@ -166,19 +143,6 @@ __attribute__((target("arch=x86-64-v3"))) inline void normal_row_avx2(const Key&
 #endif
 inline void normal_row_baseline(const Key& key, uint64_t block, uint64_t nonce, float* out) {
   Lanes<4>::row(key, block, nonce, out);
-}
-
-inline Isa best_isa() {
-#if PP_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd")) {
-    return Isa::kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
-    return Isa::kAvx2;
-  }
-#endif
-  return Isa::kBaseline;
 }
 
 using NormalRow = void (*)(const Key&, uint64_t, uint64_t, float*);

@@ -9,12 +9,6 @@
 #include "parallel.h"
 #include "step_tensor.h"
 
-#if PP_X86 && !defined(__clang__) && !defined(PP_NO_CLONES)
-#define PP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define PP_CLONES
-#endif
-
 namespace paddle_privacy {
 
 // Rows of one task: 8192 normals, some 15 microseconds.

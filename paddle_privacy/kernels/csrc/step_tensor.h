@@ -31,4 +31,14 @@ struct StepTensor {
   float epsilon = 0;
 };
 
+enum class Element : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 3 };
+
+// Per-sample values [rows, columns], row-major and contiguous.
+struct Rows {
+  const void* data = nullptr;
+  Element type = Element::kFloat32;
+  int64_t rows = 0;
+  int64_t columns = 0;
+};
+
 }  // namespace paddle_privacy
