@@ -97,16 +97,20 @@ class NoiseGenerator:
         Raises:
             TypeError, ValueError: an argument is refused; no tensor has then been touched.
         """
+        noise = self.reserve(sums, std)
+        noisy = [i for i, scale in enumerate(noise.stds) if scale > 0 and sums[i].size > 0]
+        if noisy:
+            kernels.add_noise([sums[i] for i in noisy], noise.select(noisy))
+
+    def reserve(self, sums: Sequence[paddle.Tensor], std: float | Sequence[float]) -> Noise:
+        """The stretch of the stream for one call of the mechanism over ``sums``, for kernels that add it themselves.
+
+        The stretch is spent whether or not it is used: an error halfway must not lead to the same noise twice.
+        """
         stds = self._check(sums, std)
         self._leave_parent_stream()
-        noisy = [(tensor, scale) for tensor, scale in zip(sums, stds) if scale > 0 and tensor.size > 0]
-        if not noisy:
-            return
-        # Reserved before it is used: an error halfway must not lead to the same noise twice.
-        blocks = self._reserve([int(tensor.size) for tensor, _ in noisy])
-        scales = [scale for _, scale in noisy]
-        noise = Noise(self._key, blocks, scales, [self.grid(scale) for scale in scales], self.draws)
-        kernels.add_noise([tensor for tensor, _ in noisy], noise)
+        sizes = [int(tensor.size) if scale > 0 else 0 for tensor, scale in zip(sums, stds)]
+        return Noise(self._key, self._reserve(sizes), stds, [self.grid(scale) for scale in stds], self.draws)
 
     def standard_normal(self, shape: int | Sequence[int]) -> np.ndarray:
         """``float32`` standard normals of the given shape, from the same stream."""

@@ -36,6 +36,11 @@ class Noise(NamedTuple):
     grids: Sequence[float]
     draws: int
 
+    def select(self, indices: Sequence[int]) -> Noise:
+        """The noise of these tensors only."""
+        picked = ([values[i] for i in indices] for values in (self.blocks, self.stds, self.grids))
+        return Noise(self.key, *picked, self.draws)
+
 
 class Update(NamedTuple):
     """The tensors and constants of one parameter's update after ``gradient = noisy sum / divisor``.
