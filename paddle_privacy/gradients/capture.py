@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Callable
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from paddle_privacy.errors import PrivacyError, UnsupportedLayer
 from paddle_privacy.gradients.factors import Factor
@@ -72,6 +72,7 @@ class Capture:
         self._failure: PrivacyError | None = None
         self._final_hook_pending = False
         self._suppressed: dict[int, int] = {}
+        self._replaced: list[tuple[nn.Layer, str, Tensor]] = []
         self._hooks = self._install()
 
     def _install(self) -> list[LayerHooks]:
@@ -126,6 +127,19 @@ class Capture:
             self._suppressed[id(parameter)] = left
         else:
             parameter.stop_gradient = False
+
+    def replace(self, layer: nn.Layer, name: str, substitute: Tensor) -> None:
+        """`layer` reads `substitute` for its parameter `name` until :meth:`put_back`."""
+        self._replaced.append((layer, name, layer._parameters[name]))
+        layer._parameters[name] = substitute
+
+    def put_back(self, layer: nn.Layer, name: str) -> None:
+        for k in reversed(range(len(self._replaced))):
+            held, held_name, parameter = self._replaced[k]
+            if held is layer and held_name == name:
+                layer._parameters[name] = parameter
+                del self._replaced[k]
+                return
 
     def expand_to_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Inputs of one row that the layer would broadcast (position ids [1, T]) become one row a sample."""
@@ -187,6 +201,9 @@ class Capture:
             # An interrupt between a layer's two hooks leaves its parameters suppressed.
             del self._suppressed[key]
             self.parameters[key].stop_gradient = False
+        while self._replaced:
+            layer, name, parameter = self._replaced.pop()
+            layer._parameters[name] = parameter
         if self.group is not None:
             if self.group.outer_may_run:
                 self.close()

@@ -33,6 +33,13 @@ class Call:
         return any(isinstance(x, Tensor) and x.inplace_version != v for x, v in zip(self.inputs, self.versions))
 
 
+def shadow(parameter: Tensor) -> Tensor:
+    """The same memory as a leaf of its own: takes the gradient that a kernel insists on computing, and is forgotten."""
+    leaf = parameter.detach()
+    leaf.stop_gradient = False
+    return leaf
+
+
 class Tap(LayerHooks):
     """Suppresses Paddle's own weight gradients while the layer runs and turns (input, output gradient) into factors."""
 
@@ -49,14 +56,20 @@ class Tap(LayerHooks):
             return None
         self.check(layer)
         self.open.append(trained)
-        for _, parameter in trained:
-            capture.suppress(parameter)
+        for name, parameter in trained:
+            if name in self.rule.shadowed:
+                capture.replace(layer, name, shadow(parameter))
+            else:
+                capture.suppress(parameter)
         return capture.expand_to_batch(args, kwargs)
 
     def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
         trained = self.open.pop() if self.open else []
-        for _, parameter in trained:
-            capture.restore(parameter)
+        for name, parameter in trained:
+            if name in self.rule.shadowed:
+                capture.put_back(layer, name)
+            else:
+                capture.restore(parameter)
         if not trained or output is None:
             return None
         if not isinstance(output, Tensor):

@@ -27,7 +27,8 @@ def embedding(layer: nn.Embedding, inputs: tuple, output_grad: Tensor) -> dict[s
         ids = inputs[0].reshape([batch, -1])
         g = output_grad.reshape([batch, -1, dim])
         padding = layer._padding_idx
-        if padding is not None and padding != -1:
+        if padding is not None:
+            padding = padding if padding >= 0 else num_rows + padding
             # Chosen, not multiplied: 0 · inf is not 0.
             g = paddle.where((ids == padding).unsqueeze(-1), paddle.zeros([], g.dtype), g)
         return Rows(ids, g, num_rows)

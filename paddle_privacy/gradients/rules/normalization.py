@@ -11,7 +11,8 @@ from paddle_privacy.gradients.rules.linear import sum_over_positions
 from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
 
 
-@register_grad_rule(nn.LayerNorm, input_free=["bias"])
+# Paddle 3.3's CPU kernel leaves γ out of the input gradient when γ wants none.
+@register_grad_rule(nn.LayerNorm, input_free=["bias"], shadowed=["weight"])
 def layer_norm(layer: nn.LayerNorm, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """Ba et al. 2016; the normalised shape may span several axes, the parameters are flat."""
     width = layer.weight.shape[0] if layer.weight is not None else layer.bias.shape[0]

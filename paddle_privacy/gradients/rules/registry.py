@@ -26,6 +26,7 @@ class GradRule:
 
     factors: Rule
     input_free: frozenset[str]
+    shadowed: frozenset[str]
     refuses: Callable[[Any], str | None]
 
 
@@ -40,6 +41,7 @@ def _never(layer: nn.Layer) -> str | None:
 def register_grad_rule(
     *layer_types: type | str,
     input_free: Iterable[str] = (),
+    shadowed: Iterable[str] = (),
     refuses: Callable[[Any], str | None] = _never,
 ) -> Callable[[Rule], Rule]:
     """Decorator that teaches the library a layer type.
@@ -49,13 +51,15 @@ def register_grad_rule(
             holds for exactly these classes, not for subclasses: a subclass may compute something else.
         input_free: parameters whose gradients follow from the output gradient alone (biases); when only these are
             trained, the layer's input is not kept.
+        shadowed: parameters that must not be frozen while the layer runs, because its kernel's input gradient depends
+            on whether the parameter wants one. They are computed with a stand-in whose gradient is thrown away.
         refuses: ``refuses(layer)`` returns why this instance cannot be handled (and what to do), or ``None``.
 
     The rule itself is trusted: check it with :func:`paddle_privacy.check_grad_rule`.
     """
 
     def register(rule: Rule) -> Rule:
-        entry = GradRule(rule, frozenset(input_free), refuses)
+        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), refuses)
         for layer_type in layer_types:
             if isinstance(layer_type, str):
                 _by_name[layer_type] = entry
