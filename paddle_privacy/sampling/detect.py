@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +19,12 @@ from paddle.io import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess, _DataLoaderIterSingleProcess
+from paddle.io.dataloader import dataloader_iter
 
 from paddle_privacy.errors import PrivacyError
 from paddle_privacy.sampling.poisson import PoissonBatchSampler
+
+_ITERATORS = (dataloader_iter._DataLoaderIterSingleProcess, dataloader_iter._DataLoaderIterMultiProcess)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def detect_sampling(data_loader: Any) -> SamplingScheme:
             streams rows that cannot be counted.
         TypeError: it is none of the three.
     """
-    if isinstance(data_loader, (_DataLoaderIterSingleProcess, _DataLoaderIterMultiProcess)):
+    if isinstance(data_loader, _ITERATORS):
         dataset, sampler = data_loader._dataset, data_loader._batch_sampler
     elif isinstance(data_loader, DataLoader):
         dataset, sampler = data_loader.dataset, data_loader.batch_sampler
@@ -154,14 +159,60 @@ def live_iterators(sampler: Any = None) -> list[Any]:
 
     A search through every object the collector tracks: tens of milliseconds in a large process.
     """
-    kinds = (_DataLoaderIterSingleProcess, _DataLoaderIterMultiProcess)
-    return [
-        found
-        for found in gc.get_objects()
-        if type(found) in kinds
-        and not getattr(found, "_shutdown", True)
-        and (sampler is None or found._batch_sampler is sampler)
+    # type(), not isinstance(): lazy proxies among the live objects import things when asked for their class.
+    found = [
+        it for it in gc.get_objects() if type(it) in _ITERATORS and (sampler is None or it._batch_sampler is sampler)
     ]
+    return [it for it in found if in_use(it)]
+
+
+def in_use(iterator: Any) -> bool:
+    """Whether somebody still takes batches from a DataLoader iterator.
+
+    One that a loop left by ``break`` lives on, because its reader thread holds it, and so does one made to peek at a
+    batch. They are told by their owners: the thread, and a variable in which Paddle keeps its latest iterator. An
+    iterator that is in use has at least one owner more. Call it with the iterator in a list: the count includes that.
+    """
+    if getattr(iterator, "_shutdown", True):
+        return False
+    owners = sys.getrefcount(iterator) - (getattr(dataloader_iter, "_loader", None) is iterator)
+    # Erring towards False only makes epsilon larger.
+    return owners - _owned_by_the_reader(iterator) > _owners_of_the_abandoned()
+
+
+def _owned_by_the_reader(iterator: Any) -> int:
+    """What the reader thread owns of ``iterator``: its target, until it ends, and every call of a method it is in."""
+    methods = {f.__code__ for kind in type(iterator).__mro__ for f in vars(kind).values() if hasattr(f, "__code__")}
+    depth = int(hasattr(iterator._thread, "_target"))
+    frame = sys._current_frames().get(iterator._thread.ident)
+    while frame is not None:
+        depth += frame.f_code in methods
+        frame = frame.f_back
+    return depth
+
+
+@functools.lru_cache(maxsize=1)
+def _owners_of_the_abandoned() -> int:
+    """Owners of an object that only a thread running a method of it holds, besides the thread; counted as above."""
+
+    class Reader:
+        def __init__(self) -> None:
+            self.running, self.end = threading.Event(), threading.Event()
+            self._thread = threading.Thread(target=self.loop, daemon=True)
+            self._thread.start()
+            self.running.wait()
+
+        def loop(self) -> None:
+            self.running.set()
+            self.end.wait()
+
+    def count(iterator: Any) -> int:
+        return sys.getrefcount(iterator) - _owned_by_the_reader(iterator)
+
+    readers = [Reader()]
+    counts = [count(reader) for reader in readers]
+    readers[0].end.set()
+    return counts[0]
 
 
 def find_live_loader() -> Any | None:

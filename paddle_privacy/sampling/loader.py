@@ -56,6 +56,10 @@ class PoissonDataLoader(DataLoader):
         return self._deliver(batches, self.batch_sampler.emissions.generation)
 
     def _deliver(self, batches: Iterator[Any], generation: int) -> Iterator[Any]:
-        for batch in batches:
-            self.batch_sampler.emissions.deliver(generation)
-            yield batch
+        try:
+            for batch in batches:
+                self.batch_sampler.emissions.deliver(generation)
+                yield batch
+        finally:
+            # A loop left early would leave Paddle's reader thread waiting, and its batches in memory, for good.
+            batches._exit_thread_expectedly()  # type: ignore[attr-defined]

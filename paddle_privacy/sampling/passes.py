@@ -6,7 +6,7 @@ import sys
 import weakref
 from typing import Any
 
-from paddle_privacy.sampling.detect import SamplingScheme, live_iterators
+from paddle_privacy.sampling.detect import SamplingScheme, in_use, live_iterators
 
 
 class PassCounter:
@@ -46,10 +46,11 @@ class PassCounter:
         return began
 
     def _settled(self) -> bool:
-        if sys.getrefcount(self._sampler) != self._owners or not self._known:
+        if sys.getrefcount(self._sampler) != self._owners:
             return False
-        iterator, order = (ref() for ref in self._known[-1])
-        return iterator is not None and order is not None and _in_use(iterator, order)
+        # The references are held in a list for as long as in_use() counts the owners, as in a search.
+        held = [ref() for ref, _ in self._known[-1:]]
+        return any(it is not None and it._sampler_iter is self._known[-1][1]() and in_use(it) for it in held)
 
     def _search(self) -> int:
         began = 0
@@ -64,7 +65,3 @@ class PassCounter:
         iterator = order = None
         self._owners = sys.getrefcount(self._sampler)
         return began if alive else 1
-
-
-def _in_use(iterator: Any, order: Any) -> bool:
-    return not iterator._shutdown and iterator._sampler_iter is order
