@@ -79,7 +79,38 @@ CASES = {
     "conv3d": (lambda: nn.Conv3D(2, 4, 2, stride=[1, 2, 1]), floats(2, 3, 4, 3)),
     "conv3d-groups-padded": (lambda: nn.Conv3D(2, 4, 3, padding=1, groups=2), floats(2, 3, 4, 3)),
     "conv3d-same-ndhwc": (lambda: nn.Conv3D(2, 4, 3, padding="SAME", data_format="NDHWC"), floats(3, 4, 3, 2)),
+    "conv1d-transpose": (lambda: nn.Conv1DTranspose(4, 6, 3, stride=2, padding=1), floats(4, 5)),
+    "conv1d-transpose-nlc": (lambda: nn.Conv1DTranspose(4, 6, 3, groups=2, data_format="NLC"), floats(5, 4)),
+    "conv2d-transpose": (lambda: nn.Conv2DTranspose(4, 6, 3), floats(4, 4, 3)),
+    "conv2d-transpose-output-padding": (
+        lambda: nn.Conv2DTranspose(4, 6, 3, stride=3, padding=1, output_padding=2),
+        floats(4, 4, 3),
+    ),
+    "conv2d-transpose-groups": (lambda: nn.Conv2DTranspose(4, 6, 3, stride=2, groups=2), floats(4, 4, 3)),
+    "conv2d-transpose-dilation": (lambda: nn.Conv2DTranspose(4, 6, 3, dilation=2, padding=[2, 1]), floats(4, 4, 3)),
+    "conv2d-transpose-same": (lambda: nn.Conv2DTranspose(4, 6, 4, stride=2, padding="SAME"), floats(4, 4, 3)),
+    "conv2d-transpose-pairs-nhwc": (
+        lambda: nn.Conv2DTranspose(4, 6, 3, stride=2, padding=[[0, 0], [1, 2], [0, 1], [0, 0]], data_format="NHWC"),
+        floats(4, 3, 4),
+    ),
+    "conv3d-transpose": (lambda: nn.Conv3DTranspose(2, 4, 2, stride=2, padding=1), floats(2, 3, 3, 2)),
+    "instancenorm1d": (lambda: nn.InstanceNorm1D(4), floats(4, 6)),
+    "instancenorm2d": (lambda: nn.InstanceNorm2D(4), floats(4, 3, 2)),
+    "instancenorm3d": (lambda: nn.InstanceNorm3D(4), floats(4, 3, 2, 2)),
+    "prelu-one": (lambda: nn.PReLU(), floats(4, 3)),
+    "prelu-channels": (lambda: nn.PReLU(4), floats(4, 3, 2)),
+    "prelu-channels-2d": (lambda: nn.PReLU(4), floats(4)),
+    "prelu-channels-last": (lambda: nn.PReLU(4, data_format="NHWC"), floats(3, 2, 4)),
+    "bilinear": (lambda: nn.Bilinear(4, 3, 5), lambda dtype: [floats(4)(dtype), floats(3, seed=4)(dtype)]),
+    "bilinear-no-bias": (
+        lambda: nn.Bilinear(4, 3, 5, bias_attr=False),
+        lambda dtype: [floats(4)(dtype), floats(3, seed=4)(dtype)],
+    ),
 }
+
+
+def as_list(inputs) -> list:
+    return inputs if isinstance(inputs, list) else [inputs]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,7 +120,7 @@ def test_rule_equals_one_by_one_autograd(name):
         paddle.seed(0)
         model = randomise(built(build, dtype))
         reduction = "mean" if dtype == "float64" else "sum"
-        factors = assert_parity(model, projected_loss(dtype), [inputs(dtype)], dtype=dtype, reduction=reduction)
+        factors = assert_parity(model, projected_loss(dtype), as_list(inputs(dtype)), dtype=dtype, reduction=reduction)
         assert set(factors) == {n for n, _ in model.named_parameters()}
 
 
@@ -131,6 +162,9 @@ REPEATS = {
     "conv2d": (lambda: Twice(nn.Conv2D(4, 4, 3, padding=1)), floats(4, 4, 3)),
     "conv2d-wide": (lambda: Twice(nn.Conv2D(12, 12, 3, padding=1)), floats(12, 2, 2)),
     "conv2d-groups": (lambda: Twice(nn.Conv2D(4, 4, 3, padding=1, groups=2)), floats(4, 4, 3)),
+    "instancenorm": (lambda: Twice(nn.InstanceNorm2D(4)), floats(4, 3, 2)),
+    "prelu": (lambda: Twice(nn.PReLU(4)), floats(4, 3)),
+    "conv2d-transpose": (lambda: Twice(nn.Conv2DTranspose(4, 4, 3, padding=1)), floats(4, 4, 3)),
     "shared-linear": (lambda: Shared(nn.Linear(4, 3), nn.Linear(4, 3), ["weight", "bias"]), floats(5, 4)),
     "shared-weight-only": (lambda: Shared(nn.Linear(4, 3), nn.Linear(4, 3), ["weight"]), floats(5, 4)),
     "shared-embedding": (lambda: Shared(nn.Embedding(6, 4), nn.Embedding(6, 4), ["weight"]), ids(5)),

@@ -1,6 +1,15 @@
 """A file a layer family; importing the package registers them all."""
 
-from paddle_privacy.gradients.rules import convolution, embedding, linear, normalization
+from paddle_privacy.gradients.rules import convolution, elementwise, embedding, linear, normalization
 from paddle_privacy.gradients.rules.registry import GradRule, find_rule, register_grad_rule
 
-__all__ = ["GradRule", "convolution", "embedding", "find_rule", "linear", "normalization", "register_grad_rule"]
+__all__ = [
+    "GradRule",
+    "convolution",
+    "elementwise",
+    "embedding",
+    "find_rule",
+    "linear",
+    "normalization",
+    "register_grad_rule",
+]

@@ -22,7 +22,10 @@ def _same_padding(sizes: list[int], kernel: list[int], stride: list[int]) -> Pad
 
 
 def explicit_padding(layer: nn.Layer, sizes: list[int]) -> tuple[Pads, list[int]]:
-    """(before, after) for each spatial axis, and the dilation, as the layer's forward applies them."""
+    """(before, after) for each spatial axis, and the dilation, as the layer's forward applies them.
+
+    `sizes` are those of the layer's input, which decide what "SAME" means.
+    """
     from paddle.nn.functional.conv import _update_padding_nd
 
     dims = len(sizes)
@@ -36,17 +39,15 @@ def explicit_padding(layer: nn.Layer, sizes: list[int]) -> tuple[Pads, list[int]
     return pairs or [(p, p) for p in updated], list(layer._dilation)
 
 
-def padded_input(layer: nn.Layer, x: Tensor) -> tuple[Tensor, list[int]]:
-    """The input channels-first with every pad applied as values, and the dilation."""
-    if layer._padding_mode != "zeros":
-        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer._padding_mode, data_format=layer._data_format)
-    if layer._channel_dim != 1:
-        x = x.transpose([0, x.ndim - 1, *range(1, x.ndim - 1)])
-    pads, dilation = explicit_padding(layer, list(x.shape[2:]))
-    if any(before or after for before, after in pads):
-        # Spelt over every axis: the short forms of F.pad differ between ranks.
-        x = F.pad(x, [0, 0, 0, 0, *itertools.chain(*pads)], pad_from_left_axis=True)
-    return x, dilation
+def channels_first(layer: nn.Layer, x: Tensor) -> Tensor:
+    return x if layer._channel_dim == 1 else x.transpose([0, x.ndim - 1, *range(1, x.ndim - 1)])
+
+
+def pad_with_zeros(x: Tensor, pads: Pads) -> Tensor:
+    if not any(before or after for before, after in pads):
+        return x
+    # Spelt over every axis: the short forms of F.pad differ between ranks.
+    return F.pad(x, [0, 0, 0, 0, *itertools.chain(*pads)], pad_from_left_axis=True)
 
 
 def patches(x: Tensor, kernel: list[int], stride: list[int], dilation: list[int], out: list[int]) -> Tensor:
@@ -62,21 +63,46 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], dilation: list[int]
     return paddle.stack(cells, axis=2).reshape([batch, channels * math.prod(kernel), math.prod(out)])
 
 
+def blockwise(rows: Tensor, cols: Tensor, groups: int, shape: list[int]) -> Factor:
+    """Σ over positions of rows · colsᵀ within each group, from [B, channels, T] and [B, channels·cells, T]."""
+
+    def by_group(x: Tensor) -> Tensor:
+        batch, channels, positions = x.shape
+        return x.reshape([batch, groups, channels // groups, positions]).transpose([0, 1, 3, 2])
+
+    return formed_or_lazy(Outer(by_group(rows), by_group(cols), shape=shape))
+
+
 @register_grad_rule(nn.Conv1D, nn.Conv2D, nn.Conv3D, input_free=["bias"])
 def convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """∂W = Σ over output positions of g · patchᵀ within each group (Rochette et al. 2019; Bu et al. 2022)."""
-    g = widen(output_grad)
-    if layer._channel_dim != 1:
-        g = g.transpose([0, g.ndim - 1, *range(1, g.ndim - 1)])
+    g = channels_first(layer, widen(output_grad))
     batch, out_channels, *out = g.shape
     g = g.reshape([batch, out_channels, -1])
-    groups = layer._groups
 
     def weight() -> Factor:
-        x, dilation = padded_input(layer, widen(inputs[0]))
-        unfolded = patches(x, layer._kernel_size, layer._stride, dilation, out)
-        rows = g.reshape([batch, groups, out_channels // groups, -1]).transpose([0, 1, 3, 2])
-        cols = unfolded.reshape([batch, groups, unfolded.shape[1] // groups, -1]).transpose([0, 1, 3, 2])
-        return formed_or_lazy(Outer(rows, cols, shape=layer.weight.shape))
+        x = widen(inputs[0])
+        if layer._padding_mode != "zeros":
+            pads = layer._reversed_padding_repeated_twice
+            x = F.pad(x, pads, mode=layer._padding_mode, data_format=layer._data_format)
+        x = channels_first(layer, x)
+        pads, dilation = explicit_padding(layer, list(x.shape[2:]))
+        unfolded = patches(pad_with_zeros(x, pads), layer._kernel_size, layer._stride, dilation, out)
+        return blockwise(g, unfolded, layer._groups, layer.weight.shape)
 
     return {"weight": weight, "bias": lambda: Dense(g.sum(axis=2))}
+
+
+@register_grad_rule(nn.Conv1DTranspose, nn.Conv2DTranspose, nn.Conv3DTranspose, input_free=["bias"])
+def transposed_convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """The adjoint of a convolution from output to input: ∂W = Σ over *input* positions of x · patch(g)ᵀ."""
+    g = channels_first(layer, widen(output_grad))
+
+    def weight() -> Factor:
+        x = channels_first(layer, widen(inputs[0]))
+        batch, in_channels, *sizes = x.shape
+        pads, dilation = explicit_padding(layer, list(sizes))
+        unfolded = patches(pad_with_zeros(g, pads), layer._kernel_size, layer._stride, dilation, sizes)
+        return blockwise(x.reshape([batch, in_channels, -1]), unfolded, layer._groups, layer.weight.shape)
+
+    return {"weight": weight, "bias": lambda: Dense(g.reshape([*g.shape[:2], -1]).sum(axis=2))}

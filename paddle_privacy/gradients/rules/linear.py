@@ -1,4 +1,4 @@
-"""y = x W + b over any number of position axes."""
+"""Maps that are linear in each input: y = x W + b over any number of position axes, and the bilinear form."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def linear(layer: nn.Linear, inputs: tuple, output_grad: Tensor) -> dict[str, La
         "weight": lambda: Outer(positions(inputs[0]), positions(output_grad)),
         "bias": lambda: Dense(sum_over_positions(output_grad)),
     }
+
+
+@register_grad_rule(nn.Bilinear, input_free=["bias"])
+def bilinear(layer: nn.Bilinear, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """yₖ = x₁ᵀ Wₖ x₂ + bₖ, so G = g ⊗ (x₁ ⊗ x₂)."""
+    batch = output_grad.shape[0]
+
+    def weight() -> Outer:
+        pairs = widen(inputs[0]).unsqueeze(2) * widen(inputs[1]).unsqueeze(1)
+        return Outer(output_grad.unsqueeze(1), pairs.reshape([batch, 1, -1]), shape=layer.weight.shape)
+
+    return {"weight": weight, "bias": lambda: Dense(widen(output_grad).unsqueeze(1))}

@@ -47,6 +47,26 @@ def group_norm(layer: nn.GroupNorm, inputs: tuple, output_grad: Tensor) -> dict[
     return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
 
 
+def _instance_norm_refuses(layer: nn.Layer) -> str | None:
+    if layer._data_format not in ("NC", "NCL", "NCHW", "NCDHW"):
+        return f"data_format {layer._data_format!r} is not handled; use channels first"
+    return None
+
+
+@register_grad_rule(
+    nn.InstanceNorm1D, nn.InstanceNorm2D, nn.InstanceNorm3D, input_free=["bias"], refuses=_instance_norm_refuses
+)
+def instance_norm(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
+    """Ulyanov et al. 2016; Paddle's layer always normalises by the instance, never by running statistics."""
+    g = widen(output_grad)
+    over = list(range(2, g.ndim))
+
+    def scale() -> Dense:
+        return Dense((F.instance_norm(widen(inputs[0]), eps=layer._epsilon) * g).sum(axis=over))
+
+    return {"scale": scale, "bias": lambda: Dense(g.sum(axis=over))}
+
+
 @register_grad_rule(
     "paddlenlp.transformers.llama.modeling.LlamaRMSNorm",
     "paddlenlp.transformers.qwen2.modeling.Qwen2RMSNorm",
