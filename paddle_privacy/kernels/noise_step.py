@@ -75,7 +75,7 @@ def add_noise(sums: Sequence[paddle.Tensor], noise: Noise) -> None:
 
 def noisy(value: np.ndarray, std: float, grid: float, key: np.ndarray, block: int, draws: int) -> np.ndarray:
     """The reference of :func:`add_noise` on one array, in its own precision (float32 or float64)."""
-    normals = standard_normals(key, block, value.size, draws).reshape(value.shape)
+    normals = standard_normals(key, block, value.size, draws).reshape(value.shape).astype(value.dtype)
     real = value.dtype.type
     scale = real(std) if real is np.float64 else float32_not_below(std)
     total = value + normals * scale

@@ -71,10 +71,11 @@ def _quarter_rounds(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, 
 
 def box_muller(radius_words: np.ndarray, angle_words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Two independent standard normals (float32) from two uniform 32-bit words, elementwise."""
-    # u in (0, 1]: 32 bits, refined by 8 more and a half so that the smallest value is 2^-41 and never 0.
-    u = radius_words.astype(np.float32) * _f(2.0**-32)
-    u += ((angle_words & np.uint32(0xFF)).astype(np.float32) + _f(0.5)) * _f(2.0**-40)
-    radius = np.sqrt(_f(-2.0) * _log(u))
+    # A uniform u in (0, 1) of 32 bits, refined by 8 more and a half. Read as signed it is u itself below 1/2 and u - 1
+    # above: both ends are exact, the far tail (u near 0) and the neighbourhood of 0 (u near 1), and neither is reached.
+    signed = radius_words.view(np.int32).astype(np.float32) * _f(2.0**-32)
+    signed += ((angle_words & np.uint32(0xFF)).astype(np.float32) + _f(0.5)) * _f(2.0**-40)
+    radius = np.sqrt(_f(-2.0) * _log(signed))
 
     angle = angle_words >> np.uint32(8)
     quadrant = angle >> np.uint32(22)
@@ -90,11 +91,12 @@ def box_muller(radius_words: np.ndarray, angle_words: np.ndarray) -> tuple[np.nd
     return first, second
 
 
-def _log(u: np.ndarray) -> np.ndarray:
-    """Natural logarithm of float32 in (0, 1], 1 ulp (coefficients of Cephes' ``logf``)."""
-    bits = u.view(np.int32)
+def _log(signed: np.ndarray) -> np.ndarray:
+    """Natural logarithm of u, given as u or u - 1 in [-1/2, 1/2) (coefficients of Cephes' ``logf``)."""
+    bits = (signed + (signed < 0).astype(np.float32)).view(np.int32)
     exponent = (bits - np.int32(0x3F3504F3)) >> np.int32(23)
-    f = (bits - (exponent << np.int32(23))).view(np.float32) - _f(1.0)
+    # Exponent 0 is u >= sqrt(1/2), where u - 1 is at hand without cancellation.
+    f = np.where(exponent == 0, signed, (bits - (exponent << np.int32(23))).view(np.float32) - _f(1.0))
     e = exponent.astype(np.float32)
     z = f * f
     y = _f(7.0376836292e-2) * f

@@ -35,17 +35,13 @@ struct Lanes {
     c += d, b ^= c, rotate<7>(b);
   }
 
-  // uint32 -> float with one rounding: two exact halves, one addition.
-  static PP_INLINE F to_float(U x) {
-    const F high = __builtin_convertvector(reinterpret_cast<I>(x >> 16), F);
-    const F low = __builtin_convertvector(reinterpret_cast<I>(x & 0xFFFFu), F);
-    return high * 65536.0f + low;
-  }
-
-  static PP_INLINE F log_unit(F u) {
-    const I bits = reinterpret_cast<I>(u);
+  // Natural logarithm of u in (0, 1), given as u where that is below 1/2, else as u - 1.
+  static PP_INLINE F log_unit(F given) {
+    const F one = F{} + 1.0f;
+    const I bits = reinterpret_cast<I>(given + (given < 0.0f ? one : F{}));
     const I exponent = (bits - 0x3F3504F3) >> 23;
-    const F f = reinterpret_cast<F>(bits - (exponent << 23)) - 1.0f;
+    const F reduced = reinterpret_cast<F>(bits - (exponent << 23)) - 1.0f;
+    const F f = exponent == 0 ? given : reduced;
     const F e = __builtin_convertvector(exponent, F);
     const F z = f * f;
     F y = 7.0376836292e-2f * f;
@@ -65,7 +61,7 @@ struct Lanes {
   }
 
   static PP_INLINE void box_muller(U radius_word, U angle_word, float* first, float* second) {
-    const F coarse = to_float(radius_word) * kTwoToMinus32;
+    const F coarse = __builtin_convertvector(reinterpret_cast<I>(radius_word), F) * kTwoToMinus32;
     const F low = __builtin_convertvector(reinterpret_cast<I>(angle_word & 0xFFu), F);
     const F fine = (low + 0.5f) * kTwoToMinus40;
     F squared = -2.0f * log_unit(coarse + fine);
@@ -102,11 +98,14 @@ struct Lanes {
       const uint32_t constants[4] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u};
       for (int i = 0; i < 4; ++i) initial[i] = U{} + constants[i];
       for (int i = 0; i < 8; ++i) initial[4 + i] = U{} + key.words[i];
+      U counter_low = U{}, counter_high = U{};
       for (int i = 0; i < LANES; ++i) {
         const uint64_t counter = block + static_cast<uint64_t>(lane + i);
-        initial[12][i] = static_cast<uint32_t>(counter);
-        initial[13][i] = static_cast<uint32_t>(counter >> 32);
+        counter_low[i] = static_cast<uint32_t>(counter);
+        counter_high[i] = static_cast<uint32_t>(counter >> 32);
       }
+      initial[12] = counter_low;
+      initial[13] = counter_high;
       initial[14] = U{} + static_cast<uint32_t>(nonce);
       initial[15] = U{} + static_cast<uint32_t>(nonce >> 32);
 #pragma GCC unroll 16

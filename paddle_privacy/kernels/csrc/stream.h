@@ -102,11 +102,11 @@ PP_HD void chacha20_block(const Key& key, uint64_t counter, uint64_t nonce, uint
   for (int i = 0; i < 16; ++i) out[i] += initial[i];
 }
 
-// Natural logarithm of u in (0, 1].
-PP_HD float log_unit(float u) {
-  const int32_t bits = bits_of(u);
+// Natural logarithm of u in (0, 1), given as u where that is below 1/2, else as u - 1.
+PP_HD float log_unit(float given) {
+  const int32_t bits = bits_of(given < 0 ? add(given, 1.0f) : given);
   const int32_t exponent = (bits - 0x3F3504F3) >> 23;
-  const float f = add(float_of(bits - (exponent << 23)), -1.0f);
+  const float f = exponent == 0 ? given : add(float_of(bits - exponent * (1 << 23)), -1.0f);
   const float e = static_cast<float>(exponent);
   const float z = mul(f, f);
   float y = mul(7.0376836292e-2f, f);
@@ -126,7 +126,7 @@ PP_HD float log_unit(float u) {
 }
 
 PP_HD void box_muller(uint32_t radius_word, uint32_t angle_word, float& first, float& second) {
-  const float coarse = mul(static_cast<float>(radius_word), kTwoToMinus32);
+  const float coarse = mul(static_cast<float>(static_cast<int32_t>(radius_word)), kTwoToMinus32);
   const float fine = mul(add(static_cast<float>(angle_word & 0xFFu), 0.5f), kTwoToMinus40);
   const float radius = square_root(mul(-2.0f, log_unit(add(coarse, fine))));
 
