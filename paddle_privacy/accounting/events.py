@@ -82,7 +82,8 @@ class Event:
                 value = value.to_dict()
             elif isinstance(value, tuple):
                 value = [item.to_dict() for item in value]
-            out[field.name] = value
+            # "event" is the name of the class; the event inside it goes by another.
+            out["inner" if field.name == "event" else field.name] = value
         return out
 
     @staticmethod
@@ -103,7 +104,7 @@ class Event:
             elif isinstance(value, list):
                 value = tuple(Event.from_dict(item) for item in value)
             if key != "event":
-                arguments[key] = value
+                arguments["event" if key == "inner" else key] = value
         try:
             return kind(**arguments)
         except TypeError as error:
