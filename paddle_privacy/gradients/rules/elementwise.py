@@ -17,10 +17,10 @@ def prelu(layer: nn.PReLU, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy
         x = widen(inputs[0])
         product = paddle.where(x < 0, x, paddle.zeros_like(x)) * widen(output_grad)
         batch = x.shape[0]
-        if layer.weight.shape[0] == 1:
+        if layer._weight.shape[0] == 1:
             return Dense(product.reshape([batch, -1]).sum(axis=1, keepdim=True))
         channel = 1 if layer._data_format[1] == "C" else x.ndim - 1
         over = [axis for axis in range(1, x.ndim) if axis != channel]
         return Dense(product.sum(axis=over) if over else product)
 
-    return {"weight": weight}
+    return {"_weight": weight}
