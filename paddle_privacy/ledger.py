@@ -10,6 +10,7 @@ are not covered by ε; :meth:`Ledger.append` takes them only when the header dec
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -385,3 +387,12 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parameter_fingerprint(parameters: Iterable[Any]) -> str:
+    """SHA-256 over shape and dtype of parameters, in no particular order: which model a run was about, no weights.
+
+    Names are left out, since the same model has other names inside a wrapper.
+    """
+    lines = sorted(f"{list(parameter.shape)} {parameter.dtype}" for parameter in parameters)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -14,7 +14,9 @@ import numpy as np
 
 from .accounting.accountant import Accountant
 
-_EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 120)])
+_EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40.0, 60)])
+_NEGLIGIBLE = 1e-9
+"""Below this δ, a larger ε can only make the limit at the rates of interest worse."""
 
 
 def privacy_profile(accountant: Accountant, group_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -23,7 +25,7 @@ def privacy_profile(accountant: Accountant, group_size: int = 1) -> tuple[np.nda
     for epsilon in _EPSILONS:
         delta = accountant.get_delta(float(epsilon), group_size)
         deltas.append(delta)
-        if delta == 0:
+        if delta <= _NEGLIGIBLE:
             break
     return _EPSILONS[: len(deltas)].copy(), np.asarray(deltas)
 

@@ -146,7 +146,7 @@ def evaluate_attack(
     name: str,
     scores: ArrayLike,
     included: ArrayLike,
-    classes: Sequence[Any] | None = None,
+    classes: ArrayLike | None = None,
     confidence: float = 0.95,
     false_positive_rates: Sequence[float] = LOW_FALSE_POSITIVE_RATES,
 ) -> AttackResult:

@@ -93,6 +93,10 @@ def epsilon_text(value: float, language: str) -> str:
     return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
 
 
+def short_name(accountant: str) -> str:
+    return "zCDP" if accountant == "zcdp" else accountant.upper()
+
+
 def scientific(value: float) -> str:
     mantissa, exponent = f"{value:.2e}".split("e")
     mantissa = mantissa.rstrip("0").rstrip(".")
@@ -199,7 +203,12 @@ class _Writer:
             [
                 Paragraph(self.say("meaning_belief", belief=percent(facts.belief))),
                 Paragraph(self.say("meaning_attack", fpr=percent(0.01), tpr=percent(hit))),
-                Table((self.say("attack_fpr"), self.say("attack_tpr")), rows, self.say("attack_table"), numeric=True),
+                Table(
+                    (self.say("attack_fpr"), self.say("attack_tpr")),
+                    rows,
+                    self.say("attack_table", method=short_name(facts.sharpest)),
+                    numeric=True,
+                ),
             ],
         )
 
@@ -230,8 +239,7 @@ class _Writer:
                 )
             )
         curves = tuple(
-            (name.upper() if name != "zcdp" else "zCDP", tuple(zip(facts.deltas, values)))
-            for name, values in facts.epsilon_of_delta.items()
+            (short_name(name), tuple(zip(facts.deltas, values))) for name, values in facts.epsilon_of_delta.items()
         )
         charts.append(
             Chart(self.say("chart_deltas"), self.say("axis_delta"), self.say("axis_epsilon"), curves, log_x=True)
@@ -241,8 +249,12 @@ class _Writer:
         return Section(self.say("epsilon_section"), [table, Paragraph(self.say("epsilon_note")), *charts])
 
     def groups(self) -> Section:
-        rows = tuple((str(size), self.epsilon(value)) for size, value in self.facts.groups)
-        head = (self.say("groups_rows"), self.say("groups_epsilon", delta=self.number(self.facts.delta)))
+        facts = self.facts
+        rows = tuple((str(size), self.epsilon(value)) for size, value in facts.groups)
+        head = (
+            self.say("groups_rows"),
+            self.say("groups_epsilon", delta=self.number(facts.delta), method=short_name(facts.sharpest)),
+        )
         return Section(self.say("groups"), [Paragraph(self.say("groups_note")), Table(head, rows, numeric=True)])
 
     def tuning(self) -> Section:

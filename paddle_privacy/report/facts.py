@@ -81,6 +81,8 @@ class Facts:
     trajectory: list[tuple[int, float]]
     deltas: list[float]
     epsilon_of_delta: dict[str, list[float]]
+    sharpest: str
+    """The accountant behind ``attack`` and ``groups``."""
     attack: list[tuple[float, float]]
     belief: float
     groups: list[tuple[int, float]]
@@ -145,6 +147,7 @@ class Facts:
             "epsilon_against_step": [[step, plain(value)] for step, value in self.trajectory],
             "deltas": self.deltas,
             "epsilon_against_delta": {n: [plain(v) for v in values] for n, values in self.epsilon_of_delta.items()},
+            "attack_and_group_limits_by": self.sharpest,
             "max_true_positive_rate": [
                 {"false_positive_rate": rate, "true_positive_rate": hit} for rate, hit in self.attack
             ],
@@ -247,8 +250,8 @@ def collect(
             curves[accountant] = [composed.get_epsilon(d) for d in deltas]
         except (ValueError, UnsupportedEvent):
             continue
-    tightest = _composed(everything, "pld" if "pld" in epsilons else name)
-    groups = _composed(everything, "rdp")
+    sharpest = min(epsilons, key=lambda accountant: epsilons[accountant])
+    tightest = _composed(everything, sharpest)
     hits = max_true_positive_rate(tightest, FALSE_POSITIVE_RATES)
     return Facts(
         delta=delta,
@@ -260,9 +263,10 @@ def collect(
         trajectory=_trajectory(mine),
         deltas=deltas,
         epsilon_of_delta=curves,
+        sharpest=sharpest,
         attack=[(rate, float(hit)) for rate, hit in zip(FALSE_POSITIVE_RATES, hits)],
         belief=posterior_belief(total),
-        groups=[(size, groups.get_epsilon(delta, size)) for size in GROUP_SIZES],
+        groups=[(size, tightest.get_epsilon(delta, size)) for size in GROUP_SIZES],
         public=_public(mine),
         tuning=tuning,
         utility=list(utility),

@@ -85,7 +85,7 @@ def _draw(document: Document, path: str | os.PathLike[str]) -> None:
                 "no font with Chinese characters was found; install fonts-noto-cjk or Chromium, or write HTML instead"
             )
         fonts = [usable[0], *fonts]
-    with matplotlib.rc_context({"font.family": fonts, "pdf.fonttype": 42}), PdfPages(path) as pages:
+    with matplotlib.rc_context({"font.family": fonts}), PdfPages(path) as pages:
         _Pages(pages, document).draw()
 
 

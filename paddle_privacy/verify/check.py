@@ -21,6 +21,16 @@ CHECKPOINTS = 4
 _ROUNDING = 1e-6
 
 
+@dataclass(frozen=True)
+class Finding:
+    """Something found. ``code`` names a sentence of :mod:`paddle_privacy.report.text`, ``values`` fill it in."""
+
+    code: str
+    values: dict[str, Any]
+    line: int = 0
+    """Line of the ledger, from 1; 0 where it is about the whole."""
+
+
 @dataclass
 class Verification:
     """What was checked, and what was found."""
@@ -35,9 +45,9 @@ class Verification:
     interval: LossInterval | None
     """Where the smallest possible ε lies, by the independent method."""
     steps_checked: int
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    """(line, what is wrong); the ledger must not be relied on."""
-    notes: list[str] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
+    """The ledger must not be relied on."""
+    notes: list[Finding] = field(default_factory=list)
     """True but worth knowing."""
 
     @property
@@ -79,9 +89,8 @@ def verify_ledger(
     result = Verification(contents, delta, recorded, name, recomputed, interval, 0)
     _check_trajectory(result)
     if delta is not None and delta == last.get("delta") and recorded < recomputed * (1 - _ROUNDING) - _ROUNDING:
-        result.problems.append(
-            (contents.records, f"recorded ε = {recorded:.6g}, the {name} accountant gives {recomputed:.6g}")
-        )
+        values = {"recorded": f"{recorded:.6g}", "recomputed": f"{recomputed:.6g}", "accountant": name}
+        result.problems.append(Finding("problem_accountant", values, contents.records))
     _remark(result)
     return result
 
@@ -137,17 +146,14 @@ def _limit_passed(contents: LedgerContents, before: dict[int, int], run: Run, in
     return floor if recorded < floor * (1 - _ROUNDING) - _ROUNDING else 0.0
 
 
-def _first_passed(contents: LedgerContents, before: dict[int, int], run: Run, good: int, bad: int) -> tuple[int, str]:
-    """(line, message) of the earliest bad step between a good and a bad one."""
+def _first_passed(contents: LedgerContents, before: dict[int, int], run: Run, good: int, bad: int) -> Finding:
+    """The earliest bad step between a good and a bad one."""
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (good, middle) if _limit_passed(contents, before, run, middle) else (middle, bad)
     floor = _limit_passed(contents, before, run, bad)
-    return (
-        run.first_line + 1 + bad,
-        f"recorded ε = {run.epsilon[bad]:.6g} at step {run.step[bad]}, but these events cannot cost less than "
-        f"{floor:.6g}",
-    )
+    values = {"recorded": f"{run.epsilon[bad]:.6g}", "step": run.step[bad], "floor": f"{floor:.6g}"}
+    return Finding("problem_limit", values, run.first_line + 1 + bad)
 
 
 def seeded(run: Run) -> bool:
@@ -158,21 +164,22 @@ def seeded(run: Run) -> bool:
 
 def _remark(result: Verification) -> None:
     contents = result.contents
+
+    def note(code: str, **values: Any) -> None:
+        result.notes.append(Finding(f"note_{code}", values))
+
     if contents.torn_bytes:
-        result.notes.append(
-            f"the last line is unfinished ({contents.torn_bytes} bytes): the run died while writing it; its step was "
-            "never taken"
-        )
+        note("torn", bytes=contents.torn_bytes)
     elif not contents.runs[-1].closed:
-        result.notes.append("the last run is not closed: it is still training, or it was interrupted")
+        note("open")
     if contents.head is None:
-        result.notes.append("there is no head file, so records cut off from the end would not be noticed")
-    for number, run in enumerate(contents.runs):
+        note("no_head")
+    for number, run in enumerate(contents.runs, start=1):
         if seeded(run):
-            result.notes.append(f"run {number} drew its noise from a seed; whoever knows it can remove the noise")
+            note("seeded", run=number)
         if run.header.get("sampling_declared_by_user"):
-            result.notes.append(f"run {number}: the sampling is the user's word; the loader was not seen to do it")
+            note("declared", run=number)
         if run.header.get("delta") is None and run.steps:
-            result.notes.append(f"run {number} recorded no ε, because it was given no δ")
+            note("no_delta", run=number)
     if result.interval is not None and not result.interval.tight:
-        result.notes.append("the independent method knows only a lower limit for this kind of sampling")
+        note("one_sided")
