@@ -125,6 +125,16 @@ def load_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any) -> dict[
     return manifest["extra"]
 
 
+def continue_account(optimizer: Any) -> None:
+    """Compose what the optimizer's ledger already holds, before its first step: earlier runs saw the same people.
+
+    Nothing to do without a ledger, for a new one, or where the account has begun already.
+    """
+    if not optimizer.accountant.history:
+        for event, count in _steps_beyond("0" if optimizer._ledger is not None else None, optimizer):
+            optimizer.spending.accountant.compose(event, count)
+
+
 def _receipt(optimizer: Any) -> str | None:
     """How far the optimizer's ledger has got: "<records>:<hash>", "0" before it exists, None without one."""
     ledger = getattr(optimizer, "_ledger", None)

@@ -10,7 +10,7 @@ from paddle.io import DataLoader
 from paddle.optimizer import Optimizer
 
 from paddle_privacy.accounting import get_accountant
-from paddle_privacy.checkpoint import PathLike, load_checkpoint, save_checkpoint
+from paddle_privacy.checkpoint import PathLike, continue_account, load_checkpoint, save_checkpoint
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.noise import NoiseGenerator
 from paddle_privacy.optimizer import PrivateOptimizer, dp_optimizer
@@ -171,6 +171,7 @@ class PrivacyEngine:
             **privacy,
         )
         assert isinstance(optimizer, PrivateOptimizer)
+        continue_account(optimizer)
         self._optimizers.append(optimizer)
         return module, optimizer, loader
 
