@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -51,6 +51,15 @@ def serves(*tensors: paddle.Tensor) -> bool:
     if all(tensor.place.is_cpu_place() for tensor in tensors):
         return True
     return device == "cuda" and all(tensor.place.is_gpu_place() for tensor in tensors)
+
+
+def call(operator: str, *arguments: Any) -> None:
+    """Run a native operator; its results go into tensors among the arguments."""
+    from paddle import _C_ops
+
+    run: Any = getattr(_C_ops, "_run_custom_op")  # noqa: B009 (Paddle's stubs do not list it)
+    with paddle.no_grad():
+        run(f"paddle_privacy_{operator}", *arguments)
 
 
 def isa() -> int:

@@ -38,8 +38,8 @@ class Noise(NamedTuple):
 
     def select(self, indices: Sequence[int]) -> Noise:
         """The noise of these tensors only."""
-        picked = ([values[i] for i in indices] for values in (self.blocks, self.stds, self.grids))
-        return Noise(self.key, *picked, self.draws)
+        blocks, stds, grids = ([values[i] for i in indices] for values in (self.blocks, self.stds, self.grids))
+        return Noise(self.key, blocks, stds, grids, self.draws)  # type: ignore[arg-type]
 
 
 class Update(NamedTuple):
@@ -119,17 +119,9 @@ def _run(
     cpu = paddle.CPUPlace()
     key = paddle.to_tensor(noise.key.view(np.int64), place=cpu)
     blocks = np.asarray(noise.blocks, dtype=np.uint64).view(np.int64).tolist()
-    with paddle.no_grad():
-        paddle._C_ops._run_custom_op(
-            "paddle_privacy_noise_step",
-            tensors,
-            key,
-            paddle.to_tensor(spec, place=cpu),
-            blocks,
-            int(rule),
-            noise.draws,
-            native.isa(),
-        )
+    native.call(
+        "noise_step", tensors, key, paddle.to_tensor(spec, place=cpu), blocks, int(rule), noise.draws, native.isa()
+    )
 
 
 def float32_not_below(value: float) -> np.float32:

@@ -20,7 +20,7 @@ def row_squared_norms(x: paddle.Tensor) -> paddle.Tensor:
     if not _native(x):
         return reference.row_squared_norms(x)
     squared = _squares(x)
-    _call("row_squared_norms", _plain(x), squared)
+    native.call("row_squared_norms", _plain(x), squared)
     return squared.astype(reference.wide_dtype(x))
 
 
@@ -30,7 +30,7 @@ def weighted_row_sum(x: paddle.Tensor, c: paddle.Tensor) -> paddle.Tensor:
     if not _native(x, c):
         return reference.weighted_row_sum(x, c)
     total = _empty(x.shape[1:], reference.wide_dtype(x), x)
-    _call("weighted_row_sum", _plain(x), _weights(c), total)
+    native.call("weighted_row_sum", _plain(x), _weights(c), total)
     return total
 
 
@@ -68,7 +68,7 @@ def clip_and_sum(
     sums = [_empty(g.shape[1:], reference.wide_dtype(g), g) for g in gradients]
     # Attributes are float32: a bound is rounded down, never up.
     rounded = [float(-float32_not_below(-bound)) for bound in bounds]
-    _call("clip_and_sum", [_plain(g) for g in gradients], [squared, factors, *sums], rounded, flat)
+    native.call("clip_and_sum", [_plain(g) for g in gradients], [squared, factors, *sums], rounded, flat)
     return sums, squared, factors
 
 
@@ -89,7 +89,7 @@ def ghost_squared_norm(a: paddle.Tensor, g: paddle.Tensor) -> paddle.Tensor:
     if a.size == 0 or g.size == 0 or not gram or a.dtype == paddle.float64 or not _native(a, g):
         return reference.ghost_squared_norm(a, g)
     squared = _squares(a)
-    _call("ghost_squared_norm", _plain(a, paddle.float32), _plain(g, paddle.float32), squared, native.isa())
+    native.call("ghost_squared_norm", _plain(a, paddle.float32), _plain(g, paddle.float32), squared, native.isa())
     return squared.astype(paddle.float32)
 
 
@@ -102,7 +102,7 @@ def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tenso
     if g.size == 0 or g.dtype == paddle.float64 or not _native(ids, g):
         return reference.embedding_squared_norm(ids, g)
     squared = _squares(g)
-    _call("embedding_squared_norm", _plain(ids, paddle.int64), _plain(g, paddle.float32), squared)
+    native.call("embedding_squared_norm", _plain(ids, paddle.int64), _plain(g, paddle.float32), squared)
     return squared.astype(paddle.float32)
 
 
@@ -115,7 +115,7 @@ def embedding_weighted_sum(ids: paddle.Tensor, g: paddle.Tensor, c: paddle.Tenso
     if g.size == 0 or g.dtype == paddle.float64 or not _native(ids, g, c):
         return reference.embedding_weighted_sum(ids, g, c, num_rows)
     table = _empty([num_rows, int(g.shape[2])], paddle.float32, g).zero_()
-    _call("embedding_weighted_sum", _plain(ids, paddle.int64), _plain(g, paddle.float32), _weights(c), table)
+    native.call("embedding_weighted_sum", _plain(ids, paddle.int64), _plain(g, paddle.float32), _weights(c), table)
     return table
 
 
@@ -136,7 +136,7 @@ def norm_layer_sums(
     if x.size == 0 or x.dtype == paddle.float64 or not _native(x, g):
         return reference.norm_layer_sums(x, g, epsilon, centered=centered, with_bias=with_bias)
     sums = [_empty([x.shape[0], x.shape[2]], paddle.float32, x) for _ in range(1 + with_bias)]
-    _call("norm_layer_sums", _plain(x, paddle.float32), _plain(g, paddle.float32), sums, float(epsilon), centered)
+    native.call("norm_layer_sums", _plain(x, paddle.float32), _plain(g, paddle.float32), sums, float(epsilon), centered)
     return sums[0], sums[1] if with_bias else None
 
 
@@ -160,11 +160,6 @@ def _empty(shape: Sequence[int], dtype: paddle.dtype, like: paddle.Tensor) -> pa
 
 def _squares(x: paddle.Tensor) -> paddle.Tensor:
     return _empty([x.shape[0]], paddle.float64, x)
-
-
-def _call(name: str, *arguments: object) -> None:
-    with paddle.no_grad():
-        paddle._C_ops._run_custom_op(f"paddle_privacy_{name}", *arguments)
 
 
 def _check_weights(x: paddle.Tensor, c: paddle.Tensor) -> None:

@@ -7,6 +7,7 @@ Sums of squares are accumulated in float64. Paddle's own CPU float32 reductions 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 
@@ -19,13 +20,13 @@ def wide_dtype(x: paddle.Tensor) -> paddle.dtype:
     return paddle.float64 if x.dtype == paddle.float64 else paddle.float32
 
 
-def _kept_rows(c: paddle.Tensor, first: paddle.Tensor, *others: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+def _kept_rows(c: paddle.Tensor, first: paddle.Tensor, *others: paddle.Tensor) -> list[paddle.Tensor]:
     """The tensors restricted to samples of non-zero weight, then the weights in the dtype of the first tensor."""
     c = c.detach().astype(first.dtype)
     kept = paddle.nonzero(c).reshape([-1])
     if kept.shape[0] == c.shape[0]:
-        return (first, *others, c)
-    return tuple(paddle.index_select(tensor, kept, axis=0) for tensor in (first, *others, c))
+        return [first, *others, c]
+    return [paddle.index_select(tensor, kept, axis=0) for tensor in (first, *others, c)]
 
 
 def row_squared_norms(x: paddle.Tensor) -> paddle.Tensor:
@@ -127,9 +128,9 @@ def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tenso
         lowest = ids.min()
         span = ids.max() - lowest + 1
         sample = paddle.arange(batch, dtype="int64").reshape([batch, 1])
-        _, first, segment = paddle.unique(
-            (sample * span + (ids - lowest)).reshape([-1]), return_index=True, return_inverse=True
-        )
+        pairs = (sample * span + (ids - lowest)).reshape([-1])
+        found: Any = paddle.unique(pairs, return_index=True, return_inverse=True)
+        _, first, segment = found
         rows = g.detach().astype(wide).reshape([batch * steps, -1])
         sums = paddle.index_add(paddle.zeros([first.shape[0], rows.shape[1]], dtype=wide), segment, 0, rows)
         norms = row_squared_norms(sums).astype("float64")
