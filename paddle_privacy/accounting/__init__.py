@@ -24,6 +24,7 @@ from .events import (
     ShuffledEpoch,
     TruncatedPoisson,
 )
+from .pld_accountant import PLDAccountant
 from .rdp_accountant import RDPAccountant, epsilon_curve
 from .zcdp import ZCDPAccountant
 
@@ -33,6 +34,7 @@ __all__ = [
     "Event",
     "FixedSize",
     "Gaussian",
+    "PLDAccountant",
     "PoissonSampled",
     "RDPAccountant",
     "SelfComposed",
