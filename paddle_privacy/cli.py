@@ -12,6 +12,11 @@ COMMANDS: dict[str, str] = {
     "epsilon": "paddle_privacy.accounting.commands",
     "noise": "paddle_privacy.accounting.commands",
     "plan": "paddle_privacy.accounting.commands",
+    "verify": "paddle_privacy.cli_release",
+    "report": "paddle_privacy.cli_release",
+    "export": "paddle_privacy.cli_release",
+    "audit": "paddle_privacy.cli_release",
+    "selftest": "paddle_privacy.cli_release",
 }
 
 

@@ -10,6 +10,7 @@ are not covered by ε; :meth:`Ledger.append` takes them only when the header dec
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import math
@@ -176,6 +177,8 @@ class Ledger:
         except BaseException:
             self._release()
             raise
+        # A process that ends without close() has still ended its run in order; kill -9 leaves the run open.
+        atexit.register(self.close)
         return self
 
     def _acquire(self) -> None:
@@ -314,6 +317,7 @@ class Ledger:
                 self._write(record)
                 os.fsync(self._head_fd)
         finally:
+            atexit.unregister(self.close)
             self._release()
 
     def __enter__(self) -> Ledger:

@@ -84,8 +84,8 @@ def check_facts(facts: Facts) -> None:
         for found in verification.problems:
             problem = text("en", found.code, **found.values)
             raise PrivacyError(
-                f"ledger {verification.contents.path}, line {found.line}: {problem}; nothing is released on a ledger that "
-                "contradicts itself"
+                f"ledger {verification.contents.path}, line {found.line}: {problem}; nothing is released on a ledger "
+                "that contradicts itself"
             )
     if facts.seeded:
         raise PrivacyError(
@@ -111,8 +111,8 @@ def _check_model(facts: Facts, model: Any) -> None:
     trained = parameter_fingerprint(p for p in parameters if not p.stop_gradient)
     if recorded not in (trained, parameter_fingerprint(parameters)):
         raise PrivacyError(
-            f"the ledger is about a model with fingerprint {recorded[:12]}…, this one has {trained[:12]}… (shapes or dtypes "
-            "of the trained parameters differ); export the model that the ledger's run trained, frozen as it was then"
+            f"the ledger is about a model with fingerprint {recorded[:12]}…, this one has {trained[:12]}… (shapes or "
+            "dtypes of the trained parameters differ); export the model that was trained, frozen as it was then"
         )
 
 
