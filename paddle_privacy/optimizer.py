@@ -23,7 +23,9 @@ from paddle_privacy.clipped_sum import ClippedSum
 from paddle_privacy.clipping import Clipping, make_clipping, positive
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.gradients.capture import Capture, Group
+from paddle_privacy.gradients.guard import refuse_other_gradients
 from paddle_privacy.gradients.locate import locate
+from paddle_privacy.kernels.fused_update import fused_update
 from paddle_privacy.ledger import Ledger, environment
 from paddle_privacy.noise import NoiseGenerator
 from paddle_privacy.spending import SAMPLINGS, PrivacySpent, Spending
@@ -212,6 +214,7 @@ class PrivateOptimizer(Optimizer):
 
     def _forget_samples(self) -> None:
         self._clipped_sum.clear()
+        self._capture.used_inputs.clear()
         self._backwards = 0
         self._logical_batch, self._logical_batch_complete = None, True
 
@@ -232,6 +235,7 @@ class PrivateOptimizer(Optimizer):
             raise
         if not self._logical_batch_complete:
             return
+        refuse_other_gradients(self._capture, _distinct(self._parameter_list))
         if not self._backwards:
             raise PrivacyError(
                 "step() without a backward() through the layers that own this optimizer's parameters; call "
@@ -245,22 +249,29 @@ class PrivateOptimizer(Optimizer):
                 PrivacyWarning,
                 stacklevel=2,
             )
-        self._publish(self._clipped_sum.take())
+        sums = self._clipped_sum.take()
         self.last_norms = self._clipped_sum.norms
-        self.clipping.after_step(self.last_norms, self.batch_size, self.noise)
-        self._forget_samples()
-        super().step()
-
-    def _publish(self, sums: list[Tensor]) -> None:
-        """Noise, division by the public batch size, and the result as each parameter's gradient."""
-        managed = [(p, s) for p, s in zip(self._clipped_sum.parameters, sums) if not p.stop_gradient]
         std = self.spending.require_noise_multiplier() * self.clipping.sensitivity if self.noise_multiplier else 0.0
-        self.noise.add_noise([s for _, s in managed], std)
-        for parameter, noisy in managed:
-            if self.loss_reduction == "mean":
-                noisy.scale_(1.0 / self.batch_size)
-            parameter.grad = noisy.astype(parameter.dtype)
+        self._forget_samples()
+        self._update(sums, std)
+        self.clipping.after_step(self.last_norms, self.batch_size, self.noise)
+
+    def _update(self, sums: list[Tensor], std: float) -> None:
+        """Noise of standard deviation `std`, division by the public batch size, and Paddle's update.
+
+        In one native pass where Paddle's rule is reproduced exactly; otherwise the noisy gradients become the
+        parameters' ``.grad`` (readable until the next forward) for Paddle's own step.
+        """
+        managed = [(p, s) for p, s in zip(self._clipped_sum.parameters, sums) if not p.stop_gradient]
+        parameters, sums = [p for p, _ in managed], [s for _, s in managed]
+        divisor = self.batch_size if self.loss_reduction == "mean" else 1.0
+        if fused_update(self, parameters, sums, self.noise, std, divisor):
+            return
+        self.noise.add_noise(sums, std)
+        for parameter, noisy in zip(parameters, sums):
+            parameter.grad = noisy.scale_(1.0 / divisor).astype(parameter.dtype)
         self._capture.published = True
+        super().step()
 
     def _record(self, event: Any, count: int) -> None:
         """Makes the spend durable before the noisy update exists (write-ahead)."""
