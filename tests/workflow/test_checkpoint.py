@@ -225,6 +225,36 @@ def test_steps_after_the_checkpoint_are_counted_from_the_ledger(tmp_path):
         load_checkpoint(tmp_path / "saved", model=model, optimizer=optimizer_of(model, ledger=tmp_path / "ledger"))
 
 
+def test_steps_that_charge_nothing_are_counted_as_steps(tmp_path):
+    """Shuffled batches: one charge a pass, at its first step; the others are in the ledger all the same."""
+    loader = io.DataLoader(io.TensorDataset([ROWS]), batch_size=8, shuffle=True)
+
+    def optimizer_on(model):
+        return DPSGD(
+            0.1,
+            parameters=model,
+            clip_norm=1.0,
+            noise_multiplier=1.0,
+            batch_size=8,
+            data_loader=loader,
+            ledger=tmp_path / "ledger",
+        )
+
+    model = model_of()
+    optimizer = optimizer_on(model)
+    save_checkpoint(tmp_path / "saved", model=model, optimizer=optimizer)
+    for _ in range(2):
+        for (x,) in loader:
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    optimizer._ledger.close()
+    resumed = optimizer_on(model)
+    load_checkpoint(tmp_path / "saved", model=model, optimizer=resumed)
+    assert resumed.spending.steps == 10
+    assert resumed.get_privacy_spent(1e-5).epsilon == pytest.approx(optimizer.get_privacy_spent(1e-5).epsilon)
+
+
 def test_a_new_run_on_an_old_ledger_starts_from_what_it_holds(tmp_path):
     def run(steps: int) -> float:
         model, engine = model_of(), PrivacyEngine()

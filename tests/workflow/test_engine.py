@@ -405,6 +405,18 @@ def test_a_skipped_batch_and_a_batch_used_twice():
         break
 
 
+def test_two_independent_draws_never_share_an_update():
+    """A row could be in both, with twice the bound; the first is dropped, and said."""
+    _, model, optimizer, loader = private(30, 6)
+    with pytest.warns(PrivacyWarning, match="dropped"):
+        for i, x in enumerate(loader):
+            (model(x) ** 2).mean().backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.clear_grad()
+    assert optimizer.spending.steps == len(loader) // 2
+
+
 @pytest.mark.parametrize("first_is_empty", [True, False])
 def test_an_empty_batch_is_a_step_of_pure_noise(first_is_empty, monkeypatch):
     import paddle_privacy.sampling.poisson as poisson
