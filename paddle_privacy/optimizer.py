@@ -144,7 +144,7 @@ class PrivateOptimizer(Optimizer):
         self._logical_batch_complete = True
         self._logical_batch: tuple[int, int] | None = None
         self._ledger = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
-        self._capture = Capture(located, self._absorb)
+        self._capture = Capture(located, self._absorb, self._reconcile)
         self._capture.withdraw_published()
 
     # What the run is
@@ -193,10 +193,9 @@ class PrivateOptimizer(Optimizer):
 
     # Samples arrive
 
-    def _absorb(self, group: Group) -> None:
-        """The end of a backward(): reconcile with the sampler, clip, add. Failures are raised by step()."""
-        rows = group.batch or 0
-        emission = self.spending.observe(rows)
+    def _reconcile(self, group: Group) -> None:
+        """A backward() began: which batch of the sampler is it? Failures are raised by step()."""
+        emission = group.emission = self.spending.observe(group.batch or 0)
         if emission is not None:
             batch = (emission.generation, emission.step)
             if self._logical_batch is not None and batch != self._logical_batch and self._backwards:
@@ -208,8 +207,12 @@ class PrivateOptimizer(Optimizer):
                 self._forget_samples()
             self._logical_batch = batch
             self._logical_batch_complete = emission.last
+
+    def _absorb(self, group: Group) -> None:
+        """A backward() is over: clip and add its samples. Failures are raised by step()."""
         self._backwards += 1
-        if emission is None or not emission.placeholder:
+        rows = group.batch or 0
+        if group.emission is None or not group.emission.placeholder:
             self._clipped_sum.add(group, float(rows) if self.loss_reduction == "mean" else 1.0)
 
     def _forget_samples(self) -> None:
@@ -303,10 +306,12 @@ class PrivateOptimizer(Optimizer):
 
         Inside an incomplete logical batch nothing is dropped: the loop of a split batch clears after every piece.
         """
-        self._capture.withdraw_published()
         if self._logical_batch_complete:
             self._capture.discard()
             self._forget_samples()
+        else:
+            self._capture.close()
+            self._capture.withdraw_published()
 
     def zero_grad(self, set_to_zero: bool = True) -> None:
         """The same as :meth:`clear_grad`."""

@@ -12,37 +12,63 @@ or SystemError): what goes wrong is kept, and raised, typed, by :meth:`Capture.r
 
 from __future__ import annotations
 
+import dis
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Callable
 
 import paddle
 from paddle import Tensor, nn
 
 from paddle_privacy.errors import PrivacyError, UnsupportedLayer
+from paddle_privacy.gradients.bare import BareTap
+from paddle_privacy.gradients.entry import EntryHooks, Running
 from paddle_privacy.gradients.factors import Factor
-from paddle_privacy.gradients.guard import MixingGuard, mixes_samples
-from paddle_privacy.gradients.hooks import BatchProbe, LayerHooks
-from paddle_privacy.gradients.locate import Located
+from paddle_privacy.gradients.guard import MixingGuard, claim, mixes_samples, repeated_batch
+from paddle_privacy.gradients.hooks import LayerHooks
+from paddle_privacy.gradients.locate import Located, Owner
+from paddle_privacy.gradients.probe import StructureProbe
+from paddle_privacy.gradients.recurrent import RecurrentTap
 from paddle_privacy.gradients.rules import find_rule
+from paddle_privacy.gradients.rules.recurrent import FUSED
 from paddle_privacy.gradients.tap import Tap
 
 
 class Group:
-    """The samples of one backward pass: for each parameter (by id) the factors of all its uses."""
+    """The samples of one backward pass: for each parameter (by id) the factors of all its uses.
 
-    def __init__(self) -> None:
+    Attributes:
+        frame: Paddle's outermost ``backward`` call, by which nested backward passes (recompute) are told from new ones.
+        rows_known: called once, with the group, as soon as its number of samples is known.
+        inputs: what the model was called with in the forwards whose gradients arrived.
+        emission: what the sampler said about the batch.
+    """
+
+    def __init__(self, frame: FrameType, rows_known: Callable[[Group], None] | None):
         self.batch: int | None = None
         self.first_path = ""
         self.factors: dict[int, list[Factor]] = {}
-        # A nested backward (recompute) ended; whether the outer one did too is known only at the next event.
-        self.outer_may_run = False
+        self.frame, self.rows_known = frame, rows_known
+        self.thread = threading.get_ident()
+        self.inputs: dict[int, Tensor] = {}
+        self.emission: Any = None
+
+    def announce(self) -> None:
+        if self.rows_known is not None:
+            rows_known, self.rows_known = self.rows_known, None
+            rows_known(self)
+
+    def reads(self, batch_inputs: list[Tensor]) -> None:
+        self.inputs.update((id(x), x) for x in batch_inputs)
 
     def add(self, key: int, factor: Factor, path: str) -> None:
         if self.batch is None:
             self.batch, self.first_path = factor.batch, path
+            self.announce()
         elif factor.batch != self.batch:
             raise PrivacyError(
                 f"layer '{path}' saw {factor.batch} rows on its first axis where layer '{self.first_path}' saw "
@@ -56,59 +82,74 @@ class Capture:
 
     Args:
         located: the layers that own the managed parameters.
-        on_group: called with each finished :class:`Group`.
+        on_group: called with each finished :class:`Group`, at the first of: the next forward, the next backward, step().
+        on_rows: called with each group while its backward runs, once its number of samples is known.
 
     Raises:
         UnsupportedLayer: a layer with a trainable managed parameter has no gradient rule.
     """
 
-    def __init__(self, located: Located, on_group: Callable[[Group], None]):
-        self.located, self.on_group = located, on_group
+    def __init__(
+        self,
+        located: Located,
+        on_group: Callable[[Group], None],
+        on_rows: Callable[[Group], None] | None = None,
+    ):
+        self.located, self.on_group, self.on_rows = located, on_group, on_rows
         self.parameters = {id(p): p for owner in located.owners for p in owner.parameters.values()}
         self.group: Group | None = None
-        self.running_rows: list[int | None] = []
+        self.running = Running()
+        self.probe = StructureProbe(self)
+        # Batch inputs of the groups since the last step.
+        self.used_inputs: dict[int, Tensor] = {}
+        self.superseded = ""
         # Whether the `.grad`s that are filled were put there by step(), for the user to look at.
         self.published = False
         self._failure: PrivacyError | None = None
-        self._final_hook_pending = False
+        self._thread: int | None = None
+        self._lock = threading.Lock()
         self._suppressed: dict[int, int] = {}
         self._replaced: list[tuple[nn.Layer, str, Tensor]] = []
         self._hooks = self._install()
 
     def _install(self) -> list[LayerHooks]:
-        ruled = []
         for owner in self.located.owners:
             rule = find_rule(owner.layer)
             trained = any(not p.stop_gradient for p in owner.parameters.values())
-            if rule is not None:
-                reason = rule.refuses(owner.layer)
-                ruled.append((owner, rule))
-            else:
-                reason = (
-                    f"no gradient rule for its parameters {sorted(owner.parameters)}; freeze them (stop_gradient=True) "
-                    "or register a rule with register_grad_rule"
-                )
+            reason = rule.refuses(owner.layer) if rule is not None else None
             if trained and reason is not None:
                 raise UnsupportedLayer(f"layer '{owner.path}' ({type(owner.layer).__name__}): {reason}")
-        hooks: list[LayerHooks] = [Tap(self, owner, rule) for owner, rule in ruled]
+        claim(self)
+        hooks: list[LayerHooks] = [self._tap(owner) for owner in self.located.owners]
+        owners = {id(owner.layer) for owner in self.located.owners}
         for root in self.located.roots:
-            hooks.append(BatchProbe(self, root, type(root).__name__))
             for path, layer in root.named_sublayers(include_self=True):
+                path = path or type(root).__name__
                 if mixes_samples(layer):
-                    hooks.append(MixingGuard(self, layer, path or type(layer).__name__))
+                    hooks.append(MixingGuard(self, layer, path))
+                if any(id(sub) in owners for sub in layer.sublayers(include_self=True)):
+                    hooks.append(EntryHooks(self, layer, path))
+        # An optimizer that is dropped leaves no hooks behind.
+        weakref.finalize(self, _remove, hooks)
         return hooks
+
+    def _tap(self, owner: Owner) -> LayerHooks:
+        if type(owner.layer) in FUSED:
+            return RecurrentTap(self, owner)
+        rule = find_rule(owner.layer)
+        return BareTap(self, owner) if rule is None else Tap(self, owner, rule)
 
     def remove(self) -> None:
         """Takes every hook off the user's layers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        _remove(self._hooks)
 
     # The forward pass
 
     def forward_begins(self) -> None:
         """A tapped layer runs: what an earlier backward left open is over, and published gradients have been seen."""
-        if self.group is not None and not self._final_hook_pending and not backward_depth():
+        if threading.get_ident() != self._thread:
+            return
+        if self.group is not None and running_backward() is not self.group.frame:
             self.close()
         if self.published:
             self.withdraw_published()
@@ -118,32 +159,74 @@ class Capture:
 
     def suppress(self, parameter: Tensor) -> None:
         """No weight gradient for uses of `parameter` until :meth:`restore`; windows may nest."""
-        self._suppressed[id(parameter)] = self._suppressed.get(id(parameter), 0) + 1
-        parameter.stop_gradient = True
+        with self._lock:
+            self._suppressed[id(parameter)] = self._suppressed.get(id(parameter), 0) + 1
+            parameter.stop_gradient = True
 
     def restore(self, parameter: Tensor) -> None:
-        left = self._suppressed.pop(id(parameter), 1) - 1
-        if left:
-            self._suppressed[id(parameter)] = left
-        else:
-            parameter.stop_gradient = False
+        with self._lock:
+            left = self._suppressed.pop(id(parameter), 1) - 1
+            if left:
+                self._suppressed[id(parameter)] = left
+            else:
+                parameter.stop_gradient = False
 
     def replace(self, layer: nn.Layer, name: str, substitute: Tensor) -> None:
         """`layer` reads `substitute` for its parameter `name` until :meth:`put_back`."""
-        self._replaced.append((layer, name, layer._parameters[name]))
-        layer._parameters[name] = substitute
+        with self._lock:
+            self._replaced.append((layer, name, layer._parameters[name]))
+            layer._parameters[name] = substitute
 
     def put_back(self, layer: nn.Layer, name: str) -> None:
-        for k in reversed(range(len(self._replaced))):
-            held, held_name, parameter = self._replaced[k]
-            if held is layer and held_name == name:
+        with self._lock:
+            for k in reversed(range(len(self._replaced))):
+                held, held_name, parameter = self._replaced[k]
+                if held is layer and held_name == name:
+                    layer._parameters[name] = parameter
+                    del self._replaced[k]
+                    return
+
+    def holds(self, layer: nn.Layer, name: str, parameter: Tensor) -> bool:
+        """Whether the layer still owns the parameter that it was located with (or its stand-in of this moment)."""
+        return layer._parameters.get(name) is parameter or any(
+            held is layer and held_name == name for held, held_name, _ in self._replaced
+        )
+
+    def restore_interrupted(self) -> None:
+        """Ends what an interrupt (KeyboardInterrupt runs no post-hooks) left between a layer's two hooks."""
+        with self._lock:
+            for key in list(self._suppressed):
+                del self._suppressed[key]
+                self.parameters[key].stop_gradient = False
+            while self._replaced:
+                layer, name, parameter = self._replaced.pop()
                 layer._parameters[name] = parameter
-                del self._replaced[k]
-                return
+
+    def batch_inputs(self) -> list[Tensor]:
+        """The tensors that the running model was called with, if one runs (recompute runs layers without)."""
+        return self.running.entry.inputs if self.running.entry is not None else []
+
+    def in_backward(self) -> bool:
+        return running_backward() is not None
+
+    def in_higher_order_gradient(self) -> bool:
+        """Whether paddle.grad(create_graph=True) is on this thread's stack."""
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "grad" and frame.f_code.co_filename.endswith("base.py"):
+                return bool(frame.f_locals.get("create_graph"))
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+    def rows(self) -> int | None:
+        """How many samples the running forward has, if that is known."""
+        entry = self.running.entry
+        # Recompute runs a layer in the backward pass, after its model's forward.
+        return entry.rows if entry is not None else self.group.batch if self.group is not None else None
 
     def expand_to_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Inputs of one row that the layer would broadcast (position ids [1, T]) become one row a sample."""
-        rows = self.running_rows[-1] if self.running_rows else None
+        rows = self.rows()
         if rows is None or rows == 1:
             return args, kwargs
 
@@ -156,36 +239,29 @@ class Capture:
 
     def open_group(self) -> Group | None:
         """The group of the running backward(); ``None`` for paddle.grad, whose gradients reach no optimizer."""
-        if not self._final_hook_pending:
-            if not backward_depth():
-                return None
-            paddle.base.core.eager._add_backward_final_hook(self._final_hook())
-            self._final_hook_pending = True
+        frame = running_backward()
+        if frame is None:
+            return None
+        if self.group is not None and self.group.thread == threading.get_ident() and self.group.frame is not frame:
+            self.close()
         if self.group is None:
-            self.group = Group()
+            self.group = Group(frame, self.on_rows)
+            self._thread = self.group.thread
+        elif self.group.thread != threading.get_ident():
+            raise PrivacyError(
+                "two threads ran backward() through one model at the same time; give each its own model and optimizer"
+            )
         return self.group
 
-    def _final_hook(self) -> Callable[[], None]:
-        me = weakref.ref(self)
-
-        def backward_ended() -> None:
-            capture = me()
-            if capture is None:
-                return
-            capture._final_hook_pending = False
-            if capture.group is not None and backward_depth() > 1:
-                capture.group.outer_may_run = True
-            else:
-                capture.close()
-
-        return backward_ended
-
     def close(self) -> None:
-        """Ends the group of the last backward pass and hands it on."""
+        """The backward pass of the open group is over: hands the group on."""
         group, self.group = self.group, None
         if group is None:
             return
         with self.keeping_failure("the end of backward()"), paddle.no_grad():
+            if not returned(group.frame):
+                raise PrivacyError("a backward() did not finish, so its samples cannot be used; run the batch again")
+            group.announce()
             leaked = [self.located.names[k] for k, p in self.parameters.items() if p._grad_ivar() is not None]
             if leaked:
                 raise PrivacyError(
@@ -193,24 +269,19 @@ class Capture:
                     "parameter, a direct call of layer.forward(), or another optimizer), which per-sample clipping "
                     "would miss; use them only through layers called as layer(x), or clear the gradient"
                 )
+            again = repeated_batch(group, self.used_inputs)
+            if again is not None:
+                raise again
+            self.used_inputs.update(group.inputs)
             self.on_group(group)
 
     def finish(self) -> None:
-        """Called by step(): ends a group whose end only nested backward passes announced, then raises what failed."""
-        for key in list(self._suppressed):
-            # An interrupt between a layer's two hooks leaves its parameters suppressed.
-            del self._suppressed[key]
-            self.parameters[key].stop_gradient = False
-        while self._replaced:
-            layer, name, parameter = self._replaced.pop()
-            layer._parameters[name] = parameter
-        if self.group is not None:
-            if self.group.outer_may_run:
-                self.close()
-            else:
-                self._failure = self._failure or PrivacyError(
-                    "a backward() did not finish, so its samples cannot be used; run the batch again"
-                )
+        """Called by step(): closes the open group, then raises what failed."""
+        if self.superseded:
+            raise PrivacyError(self.superseded)
+        self.running.clear()
+        self.restore_interrupted()
+        self.close()
         if self._failure is not None:
             failure = self._failure
             self.discard()
@@ -239,19 +310,30 @@ class Capture:
             self._failure = self._failure or error
 
 
+def _remove(hooks: list[LayerHooks]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
 _BACKWARD_FILES = ("tensor_patch_methods.py", "backward_mode.py")
 
 
-def backward_depth() -> int:
-    """How many of Paddle's ``backward`` calls are on this thread's stack.
+def running_backward() -> FrameType | None:
+    """The outermost of Paddle's ``backward`` calls on this thread's stack; hooks in ``paddle.grad`` see none.
 
-    0: no backward runs, or a hook fires in ``paddle.grad``. More than 1: a backward within a backward, as reentrant
-    recompute does, whose end is not the end of the step. Paddle offers no query for this.
+    Paddle offers no query for this, and its final hooks are one list for all threads, run (and, when two threads end at
+    once, corrupted) by whichever backward ends first.
     """
-    depth, frame = 0, sys._getframe()
+    found, frame = None, sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_filename.endswith(_BACKWARD_FILES):
-            depth += 1
+            found = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return depth
+    return found
+
+
+def returned(frame: FrameType) -> bool:
+    """Whether a call that is over ended by returning, not by an exception."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

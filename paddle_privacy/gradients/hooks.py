@@ -1,15 +1,39 @@
-"""Hooks on the user's layers: how they are installed, removed, and kept out of copies of the layer."""
+"""Hooks on the user's layers: how they are installed, removed, kept out of copies, and switched off for a while."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paddle import Tensor, nn
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
+
+
+class _Pause(threading.local):
+    depth = 0
+
+
+_pause = _Pause()
+
+
+@contextmanager
+def hooks_paused() -> Iterator[None]:
+    """In this thread, layers run as if no private optimizer existed."""
+    _pause.depth += 1
+    try:
+        yield
+    finally:
+        _pause.depth -= 1
+
+
+def paused() -> bool:
+    """Whether :func:`hooks_paused` is in force in this thread."""
+    return _pause.depth > 0
 
 
 class LayerHooks:
@@ -23,8 +47,9 @@ class LayerHooks:
         self.path = path
         self._handles = [
             layer.register_forward_pre_hook(self._before, with_kwargs=True),
-            # always_call: what a pre-hook changed is put back even if the layer's forward raises.
-            layer.register_forward_post_hook(self._after, with_kwargs=True, always_call=True),
+            # always_call: what a pre-hook changed is put back even if the layer's forward raises. In front of the
+            # user's own post-hooks: what these do to the output is no part of the layer.
+            layer.register_forward_post_hook(self._after, with_kwargs=True, always_call=True, prepend=True),
         ]
 
     def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -41,11 +66,11 @@ class LayerHooks:
 
     def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         capture = self._capture()
-        return None if capture is None else self.before(capture, layer, args, kwargs)
+        return None if capture is None or _pause.depth else self.before(capture, layer, args, kwargs)
 
     def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
         capture = self._capture()
-        return None if capture is None else self.after(capture, layer, args, kwargs, output)
+        return None if capture is None or _pause.depth else self.after(capture, layer, args, kwargs, output)
 
     def __deepcopy__(self, memo: dict) -> InertHooks:
         return InertHooks()
@@ -85,3 +110,18 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from tensors(value)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same nested lists, tuples and dicts with `change` applied to the tensors, in the order of :func:`tensors`."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        made = {name: map_tensors(change, value) for name, value in tree.items()}
+        return made if type(tree) is dict else type(tree)(made)
+    if isinstance(tree, list):
+        return [map_tensors(change, value) for value in tree]
+    if isinstance(tree, tuple):
+        values = [map_tensors(change, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    return tree

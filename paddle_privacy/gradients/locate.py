@@ -22,6 +22,7 @@ class Owner:
     layer: nn.Layer
     path: str
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    root: nn.Layer | None = None
 
 
 @dataclass
@@ -59,7 +60,7 @@ def locate(parameters: Iterable[Tensor], model: nn.Layer | None = None) -> Locat
             owner = direct.get(id(layer))
             if owner is None:
                 continue
-            owner.path = path or type(root).__name__
+            owner.path, owner.root = path or type(root).__name__, root
             for name, parameter in owner.parameters.items():
                 names.setdefault(id(parameter), f"{path}.{name}" if path else name)
     missing = [p.name for key, p in managed.items() if key not in names]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -9,9 +12,11 @@ from paddle import Tensor, nn
 
 from paddle_privacy.errors import PrivacyError, UnsupportedLayer
 from paddle_privacy.gradients.factors import Dense, Factor
-from paddle_privacy.gradients.hooks import LayerHooks
+from paddle_privacy.gradients.hooks import LayerHooks, map_tensors, paused, tensors
 from paddle_privacy.gradients.locate import Owner
+from paddle_privacy.gradients.probe import Seen, batch_axis
 from paddle_privacy.gradients.rules import GradRule
+from paddle_privacy.gradients.rules.registry import Lazy
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -20,17 +25,40 @@ if TYPE_CHECKING:
 class Call:
     """One forward of a tapped layer, until its output gradient arrives."""
 
-    __slots__ = ("arrived", "inputs", "versions", "wanted")
+    __slots__ = ("arrived", "batch_inputs", "inputs", "versions", "wanted")
 
-    def __init__(self, inputs: tuple, wanted: dict[str, int]):
+    def __init__(self, inputs: tuple, wanted: dict[str, int], batch_inputs: list[Tensor]):
         self.wanted = wanted
+        # What the model was called with in this forward.
+        self.batch_inputs = batch_inputs
         # Detached: the same memory, but the record keeps no graph alive.
         self.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
         self.versions = [x.inplace_version if isinstance(x, Tensor) else 0 for x in self.inputs]
         self.arrived = False
 
+    def copy(self) -> Call:
+        return Call(self.inputs, self.wanted, self.batch_inputs)
+
     def modified(self) -> bool:
         return any(isinstance(x, Tensor) and x.inplace_version != v for x, v in zip(self.inputs, self.versions))
+
+
+class Open(threading.local):
+    """The calls of one layer that run in this thread, each with the parameters that were suppressed for it."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[str, Tensor]]] = []
+        # What a subclass of Tap remembers of the innermost of them.
+        self.entered: list[Any] = []
+
+
+def positional(layer: nn.Layer, args: tuple, kwargs: dict) -> tuple:
+    """The inputs in the order of the forward's signature, however they were passed."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return (*bound.args, *bound.kwargs.values())
 
 
 def shadow(parameter: Tensor) -> Tensor:
@@ -43,63 +71,171 @@ def shadow(parameter: Tensor) -> Tensor:
 class Tap(LayerHooks):
     """Suppresses Paddle's own weight gradients while the layer runs and turns (input, output gradient) into factors."""
 
-    def __init__(self, capture: Capture, owner: Owner, rule: GradRule):
+    def __init__(self, capture: Capture, owner: Owner, rule: GradRule | None):
         super().__init__(capture, owner.layer, owner.path)
-        self.parameters, self.rule = owner.parameters, rule
-        self.open: list[list[tuple[str, Tensor]]] = []
+        self.parameters, self._rule = owner.parameters, rule
+        self.open = Open()
+
+    @property
+    def rule(self) -> GradRule:
+        assert self._rule is not None
+        return self._rule
 
     def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        capture.forward_begins()
         trained = [item for item in self.parameters.items() if capture.trainable(item[1])]
+        if capture.running.probing is not None:
+            self.open.calls.append([])
+            return capture.expand_to_batch(args, kwargs) if trained else None
+        capture.forward_begins()
         if not trained or not paddle.is_grad_enabled():
-            self.open.append([])
+            self.open.calls.append([])
             return None
-        self.check(layer)
-        self.open.append(trained)
+        self.check(capture, layer)
+        self.open.calls.append(trained)
+        return self.enter(capture, layer, trained, args, kwargs)
+
+    def enter(
+        self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]], args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """A forward with trained parameters begins; may return replaced inputs."""
         for name, parameter in trained:
             if name in self.rule.shadowed:
                 capture.replace(layer, name, shadow(parameter))
             else:
                 capture.suppress(parameter)
+                if layer._parameters[name] is not parameter:
+                    # A stand-in for uses of the parameter outside its layer; this is the layer.
+                    capture.replace(layer, name, parameter)
         return capture.expand_to_batch(args, kwargs)
 
-    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
-        trained = self.open.pop() if self.open else []
+    def leave(self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]]) -> Any:
+        """The forward is over, by returning or by raising: puts back what :meth:`enter` changed.
+
+        What it returns is given to :meth:`watch`.
+        """
         for name, parameter in trained:
-            if name in self.rule.shadowed:
-                capture.put_back(layer, name)
-            else:
+            if name not in self.rule.shadowed:
                 capture.restore(parameter)
+            capture.put_back(layer, name)
+
+    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
+        trained = self.open.calls.pop() if self.open.calls else []
+        left = self.leave(capture, layer, trained) if trained else None
+        if output is not None:
+            self.see(capture, layer, (args, kwargs), output, bool(trained))
         if not trained or output is None:
             return None
-        if not isinstance(output, Tensor):
+        return self.watch(capture, layer, trained, (args, kwargs), output, left)
+
+    def watch(
+        self,
+        capture: Capture,
+        layer: nn.Layer,
+        trained: list[tuple[str, Tensor]],
+        inputs: tuple,
+        output: Any,
+        left: Any,
+    ) -> Any:
+        """Asks for the gradients of the outputs; may return a replaced output."""
+        distinct = {id(x): x for x in tensors(output)}
+        if not self.rule.many_outputs and (len(distinct) != 1 or not isinstance(output, Tensor)):
             raise UnsupportedLayer(
                 f"layer '{self.path}' ({type(layer).__name__}) returns {type(output).__name__}, not one tensor"
             )
         wanted = {name: id(parameter) for name, parameter in trained}
-        call = Call(() if self.rule.input_free.issuperset(wanted) else (*args, *kwargs.values()), wanted)
-        if output.stop_gradient:
-            # Nothing upstream is trained. The copy makes the output a non-leaf, so that in-place activations work.
-            output.stop_gradient = False
-            output = paddle.assign(output)
-        output.register_hook(lambda gradient: self.arrive(layer, call, gradient))
-        return output
+        call = Call(
+            () if self.rule.input_free.issuperset(wanted) else positional(layer, *inputs),
+            wanted,
+            capture.batch_inputs(),
+        )
+        replaced = {}
+        for position, (key, out) in enumerate(distinct.items()):
+            if out.stop_gradient:
+                # Nothing upstream is trained. The copy makes the output a non-leaf, so that in-place activations work.
+                out.stop_gradient = False
+                out = paddle.assign(out)
+            replaced[key] = out
+            self._ask(layer, call, out, position, len(distinct))
+        return map_tensors(lambda x: replaced[id(x)], output)
 
-    def check(self, layer: nn.Layer) -> None:
+    def _ask(self, layer: nn.Layer, call: Call, out: Tensor, position: int, count: int) -> None:
+        if not self.rule.many_outputs:
+            out.register_hook(
+                lambda gradient: self.arrive(layer, call, lambda: self.rule.factors(layer, call.inputs, gradient))
+            )
+            return
+        # Linear in the output gradients, which therefore may come one by one.
+        one = call if count == 1 else call.copy()
+
+        def arrive(gradient: Tensor) -> None:
+            gradients = tuple(gradient if k == position else None for k in range(count))
+            self.arrive(layer, one, lambda: self.rule.factors(layer, one.inputs, gradients))
+
+        out.register_hook(arrive)
+
+    def see(self, capture: Capture, layer: nn.Layer, inputs: tuple, output: Any, trained: bool) -> None:
+        """Tells the entry and the structure probe about this call.
+
+        Raises:
+            UnsupportedLayer: the first axis of the output cannot be the batch.
+        """
+        running = capture.running
+        entry = running.entry
+        if entry is None:
+            return
+        axis = batch_axis(layer)
+        first = next((x for x in tensors(output) if x.ndim > axis), None)
+        rows = None if first is None else first.shape[axis]
+        recording = running.probing or entry.recording
+        if trained and rows is not None and running.probing is None:
+            entry.check_rows(self.path, type(layer).__name__, rows)
+        if running.probing is None:
+            entry.called.add(id(layer))
+        if recording is not None and recording.wanted:
+            wants = any(capture.trainable(parameter) for parameter in self.parameters.values())
+            with paddle.no_grad():
+                recording.add(Seen(self.path, type(layer).__name__, wants, axis, inputs, output, rows))
+
+    def check(self, capture: Capture, layer: nn.Layer) -> None:
         """Raises UnsupportedLayer where the rule does not hold for this layer as it is now."""
-        reason = self.rule.refuses(layer)
+        kind = type(layer).__name__
+        if "forward" in layer.__dict__:
+            raise UnsupportedLayer(
+                f"layer '{self.path}' ({kind}) has a forward of its own (the instance was patched), which the gradient "
+                "rule of its class does not describe; put the change in a subclass"
+            )
+        if not isinstance(getattr(next(reversed(layer._forward_pre_hooks.values())), "__self__", None), LayerHooks):
+            raise UnsupportedLayer(
+                f"layer '{self.path}' ({kind}) got a forward_pre_hook after the optimizer was built, which would run "
+                "where the layer's parameters are captured; register hooks before building the optimizer"
+            )
+        for name, parameter in self.parameters.items():
+            if not capture.holds(layer, name, parameter):
+                raise PrivacyError(
+                    f"layer '{self.path}' ({kind}) holds another '{name}' than when the optimizer was built, so the "
+                    "optimizer would train a parameter that is not in the model; build the optimizer after the model "
+                    "is converted, wrapped or fixed"
+                )
+        reason = None if self._rule is None else self._rule.refuses(layer)
         if reason is not None:
             raise UnsupportedLayer(f"layer '{self.path}' ({type(layer).__name__}): {reason}")
 
-    def arrive(self, layer: nn.Layer, call: Call, output_grad: Tensor) -> None:
-        """The output gradient is complete. Never raises: Paddle would lose the exception's type."""
+    def arrive(self, layer: nn.Layer, call: Call, factors: Callable[[], Mapping[str, Lazy]]) -> None:
+        """An output gradient is complete. Never raises: Paddle would lose the exception's type."""
         capture = self._capture()
-        if capture is None:
+        if capture is None or paused():
             return
         with capture.keeping_failure(f"layer '{self.path}'"), paddle.no_grad():
             group = capture.open_group()
             if group is None:
+                if capture.in_higher_order_gradient():
+                    raise PrivacyError(
+                        f"paddle.grad(create_graph=True) went through layer '{self.path}': the gradient of a gradient "
+                        "does not pass the captured output gradients, so part of each sample's gradient would be lost; "
+                        "leave the gradient penalty out"
+                    )
                 return
+            group.reads(call.batch_inputs)
             if call.arrived:
                 raise PrivacyError(
                     f"layer '{self.path}' got two gradients from one forward (two backward() calls, or paddle.grad "
@@ -111,7 +247,7 @@ class Tap(LayerHooks):
                     f"the input of layer '{self.path}' was modified in place after the layer read it; use the "
                     "out-of-place operation"
                 )
-            made = self.rule.factors(layer, call.inputs, output_grad)
+            made = factors()
             for name, key in call.wanted.items():
                 if name not in made:
                     raise UnsupportedLayer(

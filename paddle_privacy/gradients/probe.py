@@ -1,0 +1,354 @@
+"""The structure probe: does the model keep the samples of a batch apart, on the axis where the library looks for them?
+
+Per-sample gradients exist only if row i of every activation depends on row i of the input alone. Before the first
+backward of a new structure (other layers ran, or the model changed between train and eval mode) the forward is replayed
+twice without gradients, on the recorded inputs and the recorded random state:
+
+- with row 0 replaced by another row: no other row of any tapped layer's input, nor of the model's output, may move.
+  Catches batch statistics of any kind, samples compared with each other, axes that were mixed up;
+- with one row more: every tapped layer must see one row more. Catches an activation whose first axis is as long as the
+  batch but is not the batch (time-major sequences, ``[T]`` position ids, positions that are broadcast later).
+
+It also refuses a forward that stores something of the batch in a buffer of the model. What the probe cannot see is what
+happens outside the model's forward: the loss, and code between two models. `check_independence` replays those as well.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_privacy.errors import PrivacyError, PrivacyWarning, UnsupportedLayer
+from paddle_privacy.gradients.guard import refuse_lost_owners
+from paddle_privacy.gradients.hooks import map_tensors, tensors
+
+if TYPE_CHECKING:
+    from paddle_privacy.gradients.capture import Capture
+    from paddle_privacy.gradients.entry import Entry
+
+_MAX_WIDTH = 1 << 20
+_directions: dict[tuple, Tensor] = {}
+
+
+def batch_axis(layer: nn.Layer) -> int:
+    """1 for recurrent layers that were built time-major, else 0."""
+    return 1 if getattr(layer, "time_major", False) else 0
+
+
+def fingerprints(x: Tensor, axis: int = 0) -> Tensor:
+    """[rows, 2]: two fixed pseudo-random projections of each row, equal where the rows are equal bit for bit.
+
+    Different rows have different projections up to rounding. Paddle's random state is not used.
+    """
+    rows = x.shape[axis]
+    flat = (x.moveaxis(axis, 0) if axis else x).reshape([rows, -1])
+    wide = paddle.float32 if flat.dtype in (paddle.float16, paddle.bfloat16, paddle.float32) else paddle.float64
+    total = paddle.zeros([rows, 2], dtype=wide)
+    if flat.dtype in (paddle.complex64, paddle.complex128):
+        flat = paddle.as_real(flat).reshape([rows, -1])
+    for start in range(0, flat.shape[1], _MAX_WIDTH):
+        part = flat[:, start : start + _MAX_WIDTH].astype(wide)
+        key = (part.shape[1], wide, str(x.place))
+        if key not in _directions:
+            drawn = np.random.RandomState(part.shape[1]).uniform(0.5, 1.5, [part.shape[1], 2])
+            _directions[key] = paddle.to_tensor(drawn, dtype=wide)
+        total = total + paddle.matmul(part, _directions[key])
+    return total.astype("float64")
+
+
+class Seen:
+    """What one call of a tapped layer looked like: the fingerprints of its inputs and outputs, row by row."""
+
+    def __init__(self, path: str, kind: str, trained: bool, axis: int, inputs: Any, output: Any, rows: int | None):
+        self.path, self.kind, self.trained = path, kind, trained
+        # The first axis that the gradient rule will take for the batch.
+        self.rows = rows
+        kept = [x for x in [*tensors(inputs), *tensors(output)] if x.ndim > axis and x.shape[axis] == rows]
+        self.prints = [fingerprints(x, axis) for x in kept]
+
+
+class Recording:
+    """One forward as the probe sees it."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
+        self.calls: list[Seen] = []
+        self.random_state: Any = None
+        self.buffers: list[tuple[nn.Layer, str, Tensor]] = []
+        self.outputs: list[Tensor] = []
+
+    def add(self, seen: Seen) -> None:
+        self.calls.append(seen)
+
+
+class StructureProbe:
+    """Verifies each structure of the models of one :class:`Capture` once."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+        self._verified: dict[tuple[int, bool], list[frozenset[int]]] = {}
+        self._warned: set[int] = set()
+
+    def begin(self, entry: Entry) -> Recording:
+        """What has to be known before the forward runs."""
+        recording = Recording(wanted=not self._verified.get(_key(entry)))
+        recording.random_state = random_state()
+        if recording.wanted:
+            recording.buffers = [
+                (layer, name, buffer.clone())
+                for layer in entry.layer.sublayers(include_self=True)
+                for name, buffer in layer._buffers.items()
+                if buffer is not None
+            ]
+        return recording
+
+    def end(self, entry: Entry, output: Any) -> None:
+        """After the forward: verifies its structure, unless that is known.
+
+        Raises:
+            PrivacyError: the structure does not keep samples apart; the message names the first layer.
+        """
+        recording, entry.recording = entry.recording, None
+        verified = self._verified.setdefault(_key(entry), [])
+        called = frozenset(entry.called)
+        if recording is None or any(called <= known for known in verified):
+            return
+        refuse_lost_owners(self._capture, entry.layer, entry.path)
+        first = not verified
+        with _python_state(), paddle.no_grad():
+            if not first:
+                # This forward was not watched from its start, because its structure was thought to be known.
+                try:
+                    with model_buffers_kept(entry.layer):
+                        recording = self._replay(entry, recording, lambda x: x, [])
+                except PrivacyError:
+                    raise
+                except Exception as error:
+                    self._warn(entry, f"running it a second time raised {type(error).__name__}: {error}")
+                    verified.append(called)
+                    return
+                output = None
+            if self._verify(entry, recording, output):
+                verified.append(called)
+
+    def _verify(self, entry: Entry, recording: Recording, output: Any) -> bool:
+        """Whether the structure could be verified (else it is tried again at the next batch)."""
+        rows = {seen.rows for seen in recording.calls if seen.trained}
+        if len(rows) != 1:
+            # Different sizes in one forward: the end of backward() refuses them, unless nothing of it is trained.
+            return False
+        batch = rows.pop()
+        leaves = [k for k, x in enumerate(_leaves(entry)) if x.ndim and x.shape[0] == batch]
+        if not leaves:
+            self._warn(entry, "none of its inputs is a tensor with the batch on its first axis")
+            return False
+        other = _different_row(entry, leaves)
+        if other is None:
+            return False
+        changed = _changed_buffers(recording.buffers)
+        with model_buffers_kept(entry.layer):
+            try:
+                touched = self._replay(entry, recording, lambda x: _with_row_replaced(x, other), leaves)
+            except PrivacyError:
+                raise
+            except Exception as error:
+                self._warn(entry, f"running it a second time raised {type(error).__name__}: {error}")
+                return True
+            self._compare(entry, recording, touched, leaves, other, recording.outputs if output is None else output)
+            self._refuse_batch_buffers(entry, changed)
+            try:
+                longer = self._replay(entry, recording, lambda x: paddle.concat([x, x[other : other + 1]]), leaves)
+            except PrivacyError:
+                raise
+            except Exception as error:
+                self._warn(entry, f"running it on one row more raised {type(error).__name__}: {error}")
+                return True
+            self._compare_rows(entry, longer, batch)
+        return True
+
+    def _replay(
+        self, entry: Entry, recording: Recording, edit: Callable[[Tensor], Tensor], leaves: list[int]
+    ) -> Recording:
+        """The forward again, with `edit` applied to the batch's inputs; same random state, buffers as before it."""
+        for layer, name, before in recording.buffers:
+            layer._buffers[name] = before.clone()
+        running = self._capture.running
+        replay = Recording()
+        replay.random_state, replay.buffers = recording.random_state, recording.buffers
+        chosen, position = set(leaves), iter(range(len(_leaves(entry))))
+        args, kwargs = map_tensors(
+            lambda x: edit(x.detach()) if next(position) in chosen else x, (entry.args, entry.kwargs)
+        )
+        set_random_state(recording.random_state)
+        running.probing = replay
+        rows = entry.rows
+        if leaves:
+            entry.rows = _leaves((args, kwargs), leaves[:1])[0].shape[0]
+        running.entry = entry
+        try:
+            replay.outputs = list(tensors(entry.layer(*args, **kwargs)))
+        finally:
+            running.probing, running.entry, entry.rows = None, None, rows
+        return replay
+
+    def _compare(
+        self, entry: Entry, base: Recording, touched: Recording, leaves: list[int], other: int, output: Any
+    ) -> None:
+        """Raises where a row that was not touched moved, unless the forward is not reproducible at all."""
+        where = _first_difference(base, touched, list(tensors(output)))
+        if where is None:
+            return
+        again = self._replay(entry, base, lambda x: x, leaves)
+        if _first_difference(base, again, list(tensors(output))) is not None:
+            self._warn(entry, "it computes something else when it is run again on the same inputs and random state")
+            return
+        culprit = _culprit(entry, base.random_state, leaves, other)
+        place = f"layer {culprit} mixes" if culprit else f"{where} depends on other rows: '{entry.path}' mixes"
+        raise UnsupportedLayer(
+            f"{place} the samples of a batch (replacing row 0 of the input moved other rows in '{entry.path}'), so one "
+            "sample's data would reach another sample's gradient; use a layer that works within one sample, batch "
+            "first, such as GroupNorm or LayerNorm"
+        )
+
+    def _compare_rows(self, entry: Entry, longer: Recording, batch: int) -> None:
+        for seen in longer.calls:
+            if seen.trained and seen.rows != batch + 1:
+                raise UnsupportedLayer(
+                    f"layer '{seen.path}' ({seen.kind}) sees {seen.rows} rows on its first axis when '{entry.path}' "
+                    f"gets {batch + 1} samples, so that axis is not the batch (it had the batch's length, {batch}, by "
+                    "chance); make activations batch first and give position ids as [B, T]"
+                )
+
+    def _refuse_batch_buffers(self, entry: Entry, changed: list[tuple[nn.Layer, str, Tensor]]) -> None:
+        for layer, name, after in changed:
+            if not _equal(layer._buffers[name], after):
+                path = next(p for p, sub in entry.layer.named_sublayers(include_self=True) if sub is layer)
+                raise UnsupportedLayer(
+                    f"layer '{path or entry.path}' ({type(layer).__name__}) stores statistics of the batch in its "
+                    f"buffer '{name}', which is saved with the model and has no noise; freeze the buffer or put the "
+                    "layer in eval() mode"
+                )
+
+    def _warn(self, entry: Entry, reason: str) -> None:
+        if id(entry.layer) not in self._warned:
+            self._warned.add(id(entry.layer))
+            warnings.warn(
+                f"whether '{entry.path}' keeps samples apart could not be verified: {reason}; check it with "
+                "paddle_privacy.check_independence(model, loss_fn, *batch)",
+                PrivacyWarning,
+                stacklevel=6,
+            )
+
+
+def _key(entry: Entry) -> tuple[int, bool]:
+    return id(entry.layer), entry.layer.training
+
+
+def _leaves(entry: Any, only: list[int] | None = None) -> list[Tensor]:
+    tree = entry if isinstance(entry, tuple) else (entry.args, entry.kwargs)
+    found = list(tensors(tree))
+    return found if only is None else [found[k] for k in only]
+
+
+def _different_row(entry: Entry, leaves: list[int]) -> int | None:
+    """A row that differs from row 0 in some input."""
+    moved = None
+    for x in _leaves(entry, leaves):
+        same = fingerprints(x)
+        differs = (same != same[:1]).any(axis=1)
+        moved = differs if moved is None else moved | differs
+    if moved is None or not bool(moved.any()):
+        return None
+    return int(moved.astype("int32").argmax())
+
+
+def _with_row_replaced(x: Tensor, other: int) -> Tensor:
+    return paddle.concat([x[other : other + 1], x[1:]])
+
+
+def _first_difference(base: Recording, replay: Recording, output: list[Tensor]) -> str | None:
+    """Where a row other than row 0 moved first."""
+    if [s.path for s in base.calls] != [s.path for s in replay.calls]:
+        return "which layers run"
+    for mine, theirs in zip(base.calls, replay.calls):
+        for a, b in zip(mine.prints, theirs.prints):
+            if a.shape != b.shape or not _equal(a[1:], b[1:]):
+                return f"an activation at layer '{mine.path}' ({mine.kind})"
+    rows = base.calls[0].rows if base.calls else None
+    for a, b in zip(output, replay.outputs):
+        if not a.ndim or a.shape[0] != rows or a.shape != b.shape:
+            continue
+        if not _equal(fingerprints(a)[1:], fingerprints(b)[1:]):
+            return "the output"
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    return bool(((a == b) | (paddle.isnan(a) & paddle.isnan(b))).all())
+
+
+def _changed_buffers(before: list[tuple[nn.Layer, str, Tensor]]) -> list[tuple[nn.Layer, str, Tensor]]:
+    return [
+        (layer, name, layer._buffers[name].clone())
+        for layer, name, old in before
+        if not _equal(old, layer._buffers[name])
+    ]
+
+
+@contextmanager
+def model_buffers_kept(model: nn.Layer) -> Iterator[None]:
+    """Replays write to copies of the model's buffers: not a version number of the originals moves."""
+    layers = model.sublayers(include_self=True)
+    held = [(layer, dict(layer._buffers)) for layer in layers if layer._buffers]
+    for layer, buffers in held:
+        for name, buffer in buffers.items():
+            layer._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for layer, buffers in held:
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+
+
+def random_state() -> tuple:
+    """Paddle's, NumPy's and Python's random states: what dropout and stochastic depth draw from."""
+    return paddle.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_state(state: tuple) -> None:
+    paddle.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+@contextmanager
+def _python_state() -> Iterator[None]:
+    """Everything random is as before, whatever happens inside."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def _culprit(entry: Entry, state: tuple, leaves: list[int], other: int) -> str | None:
+    from paddle_privacy.gradients.independence import first_mixing_layer
+
+    chosen, position = set(leaves), iter(range(len(_leaves(entry))))
+    edited = map_tensors(
+        lambda x: _with_row_replaced(x.detach(), other) if next(position) in chosen else x, (entry.args, entry.kwargs)
+    )
+    rows = _leaves(entry, leaves[:1])[0].shape[0]
+    return first_mixing_layer(entry.layer, (entry.args, entry.kwargs), edited, rows, state)
