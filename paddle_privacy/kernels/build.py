@@ -110,9 +110,10 @@ def cuda_home() -> Path:
     if nvcc:
         candidates.insert(2, str(Path(nvcc).resolve().parent.parent))
     for candidate in candidates:
-        if candidate and (Path(candidate) / "bin" / "nvcc").exists():
-            return Path(candidate)
-    raise BuildError("no CUDA toolkit found: set CUDA_HOME to the folder that holds bin/nvcc.")
+        folder = Path(candidate or "/nonexistent")
+        if (folder / "bin" / "nvcc").exists() and (folder / "include" / "cuda_runtime_api.h").exists():
+            return folder
+    raise BuildError("no CUDA toolkit found: set CUDA_HOME to the folder that holds bin/nvcc and include.")
 
 
 def cuda_architectures() -> list[str]:
@@ -154,6 +155,8 @@ def compile_library(target: Path, device: str, paddle: Paddle | None = None) -> 
         if device == "cuda":
             home = cuda_home()
             binding += ["-DPADDLE_WITH_CUDA", "-DPP_WITH_CUDA", f"-I{home / 'include'}"]
+            # Where CUDA 13 keeps thrust, which Paddle's headers include.
+            binding.append(f"-I{home / 'include' / 'cccl'}")
             link += [f"-L{home / 'lib64'}", "-lcudart"]
             codes = [flag for a in cuda_architectures() for flag in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
             commands.append(
