@@ -1,6 +1,6 @@
 """A file a layer family; importing the package registers them all."""
 
-from paddle_privacy.gradients.rules import convolution, elementwise, embedding, linear, normalization
+from paddle_privacy.gradients.rules import convolution, elementwise, embedding, linear, normalization, recurrent
 from paddle_privacy.gradients.rules.registry import GradRule, find_rule, register_grad_rule
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "find_rule",
     "linear",
     "normalization",
+    "recurrent",
     "register_grad_rule",
 ]

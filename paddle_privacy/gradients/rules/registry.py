@@ -27,6 +27,7 @@ class GradRule:
     factors: Rule
     input_free: frozenset[str]
     shadowed: frozenset[str]
+    many_outputs: bool
     refuses: Callable[[Any], str | None]
 
 
@@ -42,6 +43,7 @@ def register_grad_rule(
     *layer_types: type | str,
     input_free: Iterable[str] = (),
     shadowed: Iterable[str] = (),
+    many_outputs: bool = False,
     refuses: Callable[[Any], str | None] = _never,
 ) -> Callable[[Rule], Rule]:
     """Decorator that teaches the library a layer type.
@@ -53,13 +55,16 @@ def register_grad_rule(
             trained, the layer's input is not kept.
         shadowed: parameters that must not be frozen while the layer runs, because its kernel's input gradient depends
             on whether the parameter wants one. They are computed with a stand-in whose gradient is thrown away.
+        many_outputs: the layer returns several tensors; `output_grad` is then a tuple with one place for each
+            distinct tensor in the order in which they are returned, all but one of them ``None``, and the rule is
+            called once for each gradient that arrives.
         refuses: ``refuses(layer)`` returns why this instance cannot be handled (and what to do), or ``None``.
 
     The rule itself is trusted: check it with :func:`paddle_privacy.check_grad_rule`.
     """
 
     def register(rule: Rule) -> Rule:
-        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), refuses)
+        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), many_outputs, refuses)
         for layer_type in layer_types:
             if isinstance(layer_type, str):
                 _by_name[layer_type] = entry
