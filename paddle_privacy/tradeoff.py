@@ -14,7 +14,7 @@ import numpy as np
 
 from .accounting.accountant import Accountant
 
-_EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40.0, 60)])
+_EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40.0, 100)])
 _NEGLIGIBLE = 1e-9
 """Below this δ, a larger ε can only make the limit at the rates of interest worse."""
 

@@ -236,14 +236,15 @@ def read_ledger(path: PathLike, require_head: bool = True, receipt: str | None =
         BrokenLedger: an edit, deletion, insertion, swap or truncation; ``.line`` names the first bad line.
         LedgerError: the file cannot be read, or the receipt is malformed.
     """
-    anchors = _anchors(path, require_head, receipt)
-    head = read_head(path)
-    walk = _Walk(path)
-    previous, size, torn = GENESIS, 0, 0
     try:
         stream = open(path, "rb")  # noqa: SIM115 - closed by the with below; only the open may say "cannot be read"
     except OSError as error:
         raise LedgerError(f"ledger {path} cannot be read: {error.strerror or error}") from error
+    # The head before the records: a run that is still writing may then only be ahead of it.
+    head = read_head(path)
+    anchors = _anchors(path, head, require_head, receipt)
+    walk = _Walk(path)
+    previous, size, torn = GENESIS, 0, 0
     sha256, decode = hashlib.sha256, _DECODER.decode
     with stream:
         for line in stream:
@@ -267,10 +268,9 @@ def read_ledger(path: PathLike, require_head: bool = True, receipt: str | None =
     return LedgerContents(str(path), walk.ledger_id, walk.runs, walk.events, walk.line, size, previous, torn, head)
 
 
-def _anchors(path: PathLike, require_head: bool, receipt: str | None) -> dict[int, str]:
+def _anchors(path: PathLike, head: Head | None, require_head: bool, receipt: str | None) -> dict[int, str]:
     """Record number (from 1) -> the hash it must have."""
     anchors: dict[int, str] = {}
-    head = read_head(path)
     if head is not None:
         anchors[head.records] = head.hash
     elif require_head:

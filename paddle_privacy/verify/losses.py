@@ -143,39 +143,40 @@ def _one_direction(parts: list[Part], removing: bool, delta: float) -> tuple[flo
     # Rounding errors are independent, centred and within one step: Hoeffding at a tenth of a per cent of δ.
     slack = 1e-3 * delta
     reach = math.sqrt(spread / 2 * math.log(2 / slack))
-    floor = 2e-15 * math.sqrt(GRID)
-    low = _epsilon_at(losses, law, delta + slack + floor + lost) - reach
-    high = _epsilon_at(losses, law, max(delta - slack - floor - lost, delta * 1e-6)) + reach
+    # A power of the spectrum keeps its absolute error within the count of factors times the machine's precision.
+    error = slack + lost + 4 * float(np.finfo(np.float64).eps) * (math.sqrt(GRID) + sum(part.count for part in parts))
+    low = _epsilon_at(losses, law, delta + error) - reach
+    high = _epsilon_at(losses, law, delta - error) + reach if delta > 2 * error else math.inf
     return max(0.0, low), max(0.0, high)
 
 
 def _window(parts: list[Part], removing: bool, delta: float) -> float:
     """Half-width of a window around the mean that the composed loss leaves with chance below δ/1000 (Chernoff)."""
     wanted = math.log(delta * 1e-3)
-    grids = [(part, *_fine_loss(part, removing)) for part in parts]
     widest = 0.0
     for sign in (1.0, -1.0):
         best = math.inf
         for tilt in _TILTS:
             total = 0.0
-            for part, values, mass in grids:
-                mean = float(mass @ values)
-                total += part.count * float(special.logsumexp(sign * tilt * (values - mean), b=mass))
+            for part in parts:
+                values, log_mass = _fine_loss(part, removing, tilt)
+                centred = values - float(np.exp(log_mass) @ values)
+                total += part.count * float(special.logsumexp(sign * tilt * centred + log_mass))
             best = min(best, (total - wanted) / tilt)
         widest = max(widest, best)
-    single = max(float(np.abs(values).max()) for _, values, _ in grids)
-    return 1.05 * widest + 2 * single / 64 + 1e-3
+    return 1.05 * widest + 1e-3
 
 
-def _fine_loss(part: Part, removing: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Loss values and masses on a plain grid in output space, for moments only."""
-    z = np.linspace(-12, 12 + (part.shift if removing else 0.0), 4001)
-    density = np.exp(-0.5 * z**2)
-    if removing:
-        density = (1 - part.rate) * density + part.rate * np.exp(-0.5 * (z - part.shift) ** 2)
-    mass = density / density.sum()
+def _fine_loss(part: Part, removing: bool, tilt: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Loss values and log masses on a plain grid in output space, wide enough for moments of order ``tilt``."""
+    reach = 12 + (1 + tilt) * part.shift
+    z = np.linspace(-reach, reach, max(4001, 2 * int(20 * reach) + 1))
+    log_density = -0.5 * z**2
     ratio = _log_ratio(z, part)
-    return (ratio if removing else -ratio), mass
+    if removing:
+        log_density = log_density + ratio
+    log_mass = log_density - special.logsumexp(log_density)
+    return (ratio if removing else -ratio), log_mass
 
 
 def _log_ratio(z: np.ndarray, part: Part) -> np.ndarray:
@@ -187,16 +188,17 @@ def _log_ratio(z: np.ndarray, part: Part) -> np.ndarray:
 
 
 def _discrete_loss(part: Part, removing: bool, step: float) -> tuple[np.ndarray, float, float]:
-    """The loss rounded to the grid, wrapped; the shift that keeps its mean; the mass outside the grid."""
-    edges = (np.arange(GRID + 1) - GRID // 2 - 0.5) * step
+    """The loss minus its mean, rounded to the grid and wrapped; the mean left to add; the mass outside the grid."""
+    mean = _mean_loss(part, removing)
+    base = step * round(mean / step)
+    edges = base + (np.arange(GRID + 1) - GRID // 2 - 0.5) * step
     below, above = _loss_cdf(part, removing, edges)
     mass = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
     mass = np.maximum(mass, 0.0)
     missing = float(below[0] + above[-1])
-    values = (np.arange(GRID) - GRID // 2) * step
-    mean = _mean_loss(part, removing)
-    correction = mean - float(mass @ values)
-    return np.roll(mass, -(GRID // 2)), correction, missing
+    offsets = (np.arange(GRID) - GRID // 2) * step
+    correction = mean - base - float(mass @ offsets)
+    return np.roll(mass, -(GRID // 2)), base + correction, missing
 
 
 def _loss_cdf(part: Part, removing: bool, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -222,8 +224,8 @@ def _loss_cdf(part: Part, removing: bool, edges: np.ndarray) -> tuple[np.ndarray
 
 def _mean_loss(part: Part, removing: bool) -> float:
     """E[loss], by quadrature in output space."""
-    values, mass = _fine_loss(part, removing)
-    return float(mass @ values)
+    values, log_mass = _fine_loss(part, removing)
+    return float(np.exp(log_mass) @ values)
 
 
 def _epsilon_at(losses: np.ndarray, law: np.ndarray, delta: float) -> float:

@@ -34,6 +34,18 @@ def write_until_killed(ledger_path: str, updates: int) -> None:
     os._exit(1)
 
 
+def wait_for_a_random_point(draw: random.Random, updates: str) -> None:
+    """Every fifth time while the ledger is being opened, else after some updates and a part of the next one."""
+    if draw.random() < 0.2:
+        time.sleep(draw.uniform(0.0, 0.01))
+        return
+    target = os.path.getsize(updates) + draw.randint(1, 30)
+    give_up = time.monotonic() + 4
+    while os.path.getsize(updates) < target and time.monotonic() < give_up:
+        time.sleep(1e-4)
+    time.sleep(draw.uniform(0.0, 0.002))
+
+
 def main(directory: str, kills: int, seed: int) -> None:
     draw = random.Random(seed)
     for kill in range(kills):
@@ -43,7 +55,7 @@ def main(directory: str, kills: int, seed: int) -> None:
         if child == 0:
             write_until_killed(base, updates)
         os.close(updates)
-        time.sleep(draw.uniform(0.0, 0.03))
+        wait_for_a_random_point(draw, base + ".updates")
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         made = os.path.getsize(base + ".updates")
