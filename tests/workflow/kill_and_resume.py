@@ -1,7 +1,7 @@
 """Trains in child processes that are killed with SIGKILL at random moments; run by test_checkpoint.py.
 
-Every noise release is counted in a file of its own, before it is made use of, by a wrapper around the noise
-generator: one byte, unbuffered, appended. The parent prints what the account says at every resume.
+Every release is counted in a file of its own, when its noise is taken and before it is used, by a wrapper around the
+noise generator: one byte, unbuffered, appended. Every resumed run writes what its account says beside that count.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def child(folder: Path) -> None:
     if (folder / "saved" / MANIFEST).exists():
         engine.load_checkpoint(path=folder / "saved", module=model)
     releases = os.open(folder / "releases", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    add_noise = optimizer.noise.add_noise
+    reserve = optimizer.noise.reserve
 
     def counted(*args, **kwargs):
         os.write(releases, b".")
-        return add_noise(*args, **kwargs)
+        return reserve(*args, **kwargs)
 
-    optimizer.noise.add_noise = counted
+    optimizer.noise.reserve = counted
     report(folder, optimizer)
     while True:
         for i, (x,) in enumerate(loader):
