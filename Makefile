@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: install test check demo format
+.PHONY: install test check demo format bench-quick clean
 
 install: $(STAMP)
 
@@ -31,3 +31,12 @@ test: check
 
 demo: $(STAMP)
 	$(PY) examples/ernie_chnsenticorp/train.py
+
+# A minute's look at whether the private step got slower; not part of the tests.
+bench-quick: $(STAMP)
+	$(PY) benchmarks/step.py --quick
+
+clean:
+	rm -rf build dist *.egg-info
+
+include kernels.mk
