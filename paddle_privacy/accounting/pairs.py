@@ -54,6 +54,11 @@ class Branch:
         """log p(x)/q(x)."""
         return _log_density(self.p, self.sigma, x) - _log_density(self.q, self.sigma, x)
 
+    def log_q(self, x: np.ndarray) -> np.ndarray:
+        """log q(x)."""
+        log_base = -x * x / (2 * self.sigma**2) - math.log(self.sigma * math.sqrt(2 * math.pi))
+        return log_base + _log_density(self.q, self.sigma, x)
+
     def position(self, loss: np.ndarray) -> np.ndarray:
         """x with ``self.loss(x) == loss``, clipped to [start, stop] (±inf where the loss is out of reach)."""
         closed = self._closed_form(loss)
@@ -98,6 +103,17 @@ class Branch:
     def _slope(self, x: np.ndarray) -> np.ndarray:
         return (_mean_of(self.p, self.sigma, x) - _mean_of(self.q, self.sigma, x)) / self.sigma**2
 
+    def hockey_stick(self, epsilon: float) -> float:
+        """P[loss > ε] - e^ε Q[loss > ε], exact; needs losses around ε to lie on this branch."""
+        x = float(self.position(np.array([epsilon]))[0])
+        excess: dict[float, float] = {}
+        for weight, mean in self.p:
+            excess[mean] = excess.get(mean, 0.0) + weight
+        for weight, mean in self.q:
+            # e^ε = 1 + (e^ε - 1), so that equal weights cancel before anything is rounded.
+            excess[mean] = (excess.get(mean, 0.0) - weight) - weight * math.expm1(epsilon)
+        return max(0.0, sum(value * float(ndtr((mean - x) / self.sigma)) for mean, value in excess.items()))
+
     def masses(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """P- and Q-probability between successive entries of ``x`` (rising, may be ±inf), shape [len(x) - 1]."""
         return _interval_masses(self.p, self.sigma, x), _interval_masses(self.q, self.sigma, x)
@@ -105,12 +121,16 @@ class Branch:
 
 @dataclass(frozen=True)
 class Pair:
-    """A dominating pair: one branch on the whole line, or one for losses > 0 and one for losses < 0.
+    """A dominating pair: one branch on the whole line, or one for losses < 0 and then one for losses > 0.
 
     What the branches leave of either distribution is an atom at loss 0.
     """
 
     branches: tuple[Branch, ...]
+
+    def hockey_stick(self, epsilon: float) -> float:
+        """δ(ε) of a single use, exact, for ε >= 0."""
+        return self.branches[-1].hockey_stick(epsilon)
 
     def atom(self) -> tuple[float, float]:
         """(P, Q) mass that lies at loss 0."""

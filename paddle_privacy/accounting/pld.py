@@ -27,7 +27,7 @@ from scipy.special import ndtri_exp
 
 from .pairs import Pair
 
-MAX_POINTS = 1 << 20
+MAX_POINTS = 1 << 19
 # ε may be widened by this much by cutting tails off, and a loss this far above ε is as bad as ∞.
 _CUT = 1e-6
 _BEYOND = 14.0
@@ -189,23 +189,58 @@ class Composition:
 
     def epsilon(self, delta: float) -> float:
         """Bound on the smallest ε >= 0 with δ(ε) <= ``delta``."""
+        if self.total_variation() <= delta or not self.parts:
+            return 0.0
+        if self.count == 1:
+            return self._single_epsilon(delta)
         log_delta = math.log(delta)
         theta, guess = self._tilt_for_delta(log_delta)
-        for _ in range(4):
-            tail = self._tail(theta, log_delta, guess)
+        best = math.inf if self.pessimistic else 0.0
+        better = min if self.pessimistic else max
+        for attempt in range(4):
+            # A loss beyond ε + 14 may count as ∞ unless such losses make up most of δ.
+            tail = self._tail(theta, log_delta, guess + 40 * attempt if math.isinf(best) else guess)
             epsilon = tail.epsilon(delta)
-            if tail.covers(epsilon) or not math.isfinite(epsilon):
+            best = better(best, epsilon)
+            if tail.covers(epsilon):
                 break
-            guess = max(epsilon, 0.0)
-            theta, _ = self._tilt_for_epsilon(guess, log_delta)
-        return max(0.0, epsilon)
+            if math.isfinite(epsilon):
+                guess = max(epsilon, 0.0)
+                theta, _ = self._tilt_for_epsilon(guess, log_delta)
+        return max(0.0, best)
 
     def delta(self, epsilon: float) -> float:
         """Bound on δ(ε)."""
-        log_delta = -5.0
-        for _ in range(3):
-            theta, log_delta = self._tilt_for_epsilon(epsilon, log_delta)
-        return self._tail(theta, log_delta, epsilon).delta(epsilon)
+        if self.count <= 1:
+            return sum(pair.hockey_stick(epsilon) for pair, _ in self.parts)
+        best = self.total_variation() if self.pessimistic else 0.0
+        # How much of the tails may be cut depends on δ itself: start with next to nothing cut, and settle.
+        log_delta = -70.0
+        for attempt in range(5):
+            theta, bound = self._tilt_for_epsilon(epsilon, log_delta)
+            value = self._tail(theta, bound if attempt == 0 else log_delta, epsilon).delta(epsilon)
+            best = min(best, value) if self.pessimistic else max(best, value)
+            settled = min(bound, math.log(value)) if value > 1e-300 else bound
+            if attempt > 0 and abs(settled - log_delta) < 1:
+                break
+            log_delta = settled
+        return best
+
+    def total_variation(self) -> float:
+        """An upper bound on δ(0): total variation distances add up at worst."""
+        return min(1.0, sum(count * pair.hockey_stick(0.0) for pair, count in self.parts) * (1 + 1e-12))
+
+    def _single_epsilon(self, delta: float) -> float:
+        pair = self.parts[0][0]
+        low, high = 0.0, 1.0
+        while pair.hockey_stick(high) > delta:
+            low, high = high, 2 * high
+            if high > 1e300:
+                return math.inf
+        while high - low > 1e-13 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if pair.hockey_stick(middle) > delta else (low, middle)
+        return high * (1 + 1e-10) if self.pessimistic else low * (1 - 1e-10)
 
     def _sketches(self, theta: float, log_delta: float, cap: float) -> list[tuple[Sketch, int]]:
         log_tail = self._log_tail(theta, log_delta)
@@ -275,7 +310,7 @@ class Composition:
         harmless = plan.theta * rough.losses[ranked] - cumulant + below < math.log(1e-12) - math.log(self.count)
         if harmless.any():
             lowest = max(lowest, float(rough.losses[ranked][harmless].max()))
-        return lowest, highest
+        return lowest, max(lowest, highest)
 
     def _tail(self, theta: float, log_delta: float, epsilon: float) -> Tail:
         plan = self._plan(theta, log_delta, epsilon)
@@ -394,7 +429,7 @@ class Tail:
                 return 1.0
             epsilon = float(self.sums[0])
         j = int(np.searchsorted(self.sums, epsilon, side="right")) - 1
-        inner = float(self.after[j]) - math.exp(epsilon - self.reference) * float(self.after_decayed[j])
+        inner = float(self.after[j]) - math.exp(min(epsilon - self.reference, 700.0)) * float(self.after_decayed[j])
         value = math.exp(min(self.log_unit + math.log(inner), 1.0)) if inner > 0 else 0.0
         if self.pessimistic:
             return min(1.0, value * self.margin + self._wrapped(epsilon) + self.infinite)
@@ -418,7 +453,7 @@ class Tail:
         if room <= 0:
             return math.inf
         goal = math.exp(min(max(math.log(room) - self.log_unit, -700.0), 700.0))
-        enough = self.after - np.exp(self.sums - self.reference) * self.after_decayed <= goal
+        enough = self.after - np.exp(np.minimum(self.sums - self.reference, 700.0)) * self.after_decayed <= goal
         j = int(np.argmax(enough)) if enough.any() else self.sums.size - 1
         if j == 0:
             return float(self.sums[0]) if self.pessimistic else -math.inf

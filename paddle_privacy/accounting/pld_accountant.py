@@ -10,17 +10,20 @@ from .gaussian import gaussian_delta, gaussian_epsilon
 from .mechanism import SampledGaussian, gaussian_precision
 from .pairs import Pair, dominating_pairs
 from .pld import Composition
+from .rdp_accountant import RDPAccountant
 
 # More distinct mechanisms than this are grouped, each group counted as its costliest member.
 _MAX_DISTINCT = 48
+# Beyond this ε, e^ε leaves little of double precision and nothing of privacy: sampled histories get the Rényi bound.
+_LARGEST_EPSILON = 600.0
 
 
 class PLDAccountant(Accountant):
     """Numerical composition of privacy loss distributions (Sommer et al. 2019; Koskela et al. 2020).
 
-    ε and δ are upper bounds, within about 1e-4 of the truth; :meth:`get_epsilon_bounds` brackets the truth from both
-    sides. Both directions of neighbours are composed and the worse one is reported. Histories without subsampling are
-    one Gaussian and answered in closed form.
+    ε and δ are upper bounds; ε is within about 1e-4 of the truth. :meth:`get_epsilon_bounds` brackets the truth from
+    both sides. Both directions of neighbours are composed and the worse one is reported. Histories without subsampling
+    are one Gaussian and answered in closed form. Where ε exceeds 600 the Rényi bound is given.
 
     ``tolerance`` is the widening of ε that the grid may cause (absolute; relative to 5ε where ε < 0.2).
     """
@@ -44,16 +47,29 @@ class PLDAccountant(Accountant):
         check_delta(delta)
         check_group_size(group_size)
         upper = self.get_epsilon(delta, group_size)
-        if math.isinf(upper):
-            return upper, upper
+        if upper > _LARGEST_EPSILON:
+            return 0.0 if any(part.sampling != "none" for part in self._totals) else upper, upper
         lower = max(self._each(group_size, False, lambda c: c.epsilon(delta), lambda mu: gaussian_epsilon(mu, delta)))
         return min(lower, upper), upper
 
     def _epsilon(self, delta: float, group_size: int) -> float:
-        return max(self._each(group_size, True, lambda c: c.epsilon(delta), lambda mu: gaussian_epsilon(mu, delta)))
+        renyi = self._renyi()._epsilon(delta, group_size)
+        if renyi > _LARGEST_EPSILON and any(part.sampling != "none" for part in self._totals):
+            return renyi
+        composed = self._each(group_size, True, lambda c: c.epsilon(delta), lambda mu: gaussian_epsilon(mu, delta))
+        return min(renyi, max(composed))
 
     def _delta(self, epsilon: float, group_size: int) -> float:
-        return max(self._each(group_size, True, lambda c: c.delta(epsilon), lambda mu: gaussian_delta(mu, epsilon)))
+        renyi = self._renyi()._delta(epsilon, group_size)
+        if epsilon > _LARGEST_EPSILON and any(part.sampling != "none" for part in self._totals):
+            return renyi
+        composed = self._each(group_size, True, lambda c: c.delta(epsilon), lambda mu: gaussian_delta(mu, epsilon))
+        return min(renyi, max(composed))
+
+    def _renyi(self) -> RDPAccountant:
+        accountant = RDPAccountant()
+        accountant._totals = dict(self._totals)
+        return accountant
 
     def _each(
         self,

@@ -12,7 +12,8 @@ from .accountant import Accountant, check_delta
 from .conversion import rdp_to_delta, rdp_to_epsilon
 from .events import Event
 from .mechanism import SampledGaussian, decompose, gaussian_precision
-from .rdp import LARGEST_ORDER, poisson_gaussian_rdp
+from .pairs import dominating_pairs
+from .rdp import LARGEST_ORDER, pair_rdp, poisson_gaussian_rdp
 
 # Ladder of orders 1 + 2^(j/2), in rungs that are evaluated together and only as far up as they can matter.
 _RUNG = 8
@@ -25,7 +26,13 @@ def mechanism_rdp(mechanism: SampledGaussian, orders: np.ndarray, group_size: in
     """Rényi divergence of one mechanism between neighbours that differ in ``group_size`` rows, per order (> 1)."""
     if mechanism.sampling == "none":
         return np.asarray(orders) * gaussian_precision(mechanism, 1, group_size) / 2
-    return poisson_gaussian_rdp(mechanism.rate, mechanism.noise_multiplier, orders)
+    if mechanism.rate == 0:
+        return np.zeros(np.shape(orders))
+    if mechanism.noise_multiplier == 0:
+        return np.full(np.shape(orders), math.inf)
+    if mechanism.sampling == "poisson" and mechanism.relation != "replace_one" and group_size == 1:
+        return poisson_gaussian_rdp(mechanism.rate, mechanism.noise_multiplier, orders)
+    return np.max([pair_rdp(pair, orders) for pair in dominating_pairs(mechanism, group_size)], axis=0)
 
 
 @functools.lru_cache(maxsize=65536)
