@@ -10,6 +10,7 @@ from paddle_privacy.errors import (
     UnsupportedEvent,
     UnsupportedLayer,
 )
+from paddle_privacy.gradients.independence import check_independence
 from paddle_privacy.gradients.rules import register_grad_rule
 from paddle_privacy.noise import NoiseGenerator
 from paddle_privacy.optimizer import DPSGD, DPAdam, DPAdamW, DPMomentum, dp_optimizer
@@ -30,6 +31,7 @@ __all__ = [
     "UnsupportedEvent",
     "UnsupportedLayer",
     "__version__",
+    "check_independence",
     "dp_optimizer",
     "register_grad_rule",
 ]

@@ -36,6 +36,7 @@ from paddle_privacy.gradients.recurrent import RecurrentTap
 from paddle_privacy.gradients.rules import find_rule
 from paddle_privacy.gradients.rules.recurrent import FUSED
 from paddle_privacy.gradients.tap import Tap
+from paddle_privacy.gradients.tied import TiedUses
 
 
 class Group:
@@ -82,7 +83,7 @@ class Capture:
 
     Args:
         located: the layers that own the managed parameters.
-        on_group: called with each finished :class:`Group`, at the first of: the next forward, the next backward, step().
+        on_group: called with each finished :class:`Group`: at the next forward, the next backward or step().
         on_rows: called with each group while its backward runs, once its number of samples is known.
 
     Raises:
@@ -110,6 +111,7 @@ class Capture:
         self._lock = threading.Lock()
         self._suppressed: dict[int, int] = {}
         self._replaced: list[tuple[nn.Layer, str, Tensor]] = []
+        self.tied = TiedUses(self)
         self._hooks = self._install()
 
     def _install(self) -> list[LayerHooks]:
@@ -138,6 +140,10 @@ class Capture:
             return RecurrentTap(self, owner)
         rule = find_rule(owner.layer)
         return BareTap(self, owner) if rule is None else Tap(self, owner, rule)
+
+    def tap_of(self, key: int) -> Tap:
+        """The tap of the first owner of the parameter with this id."""
+        return next(h for h in self._hooks if isinstance(h, Tap) and key in map(id, h.parameters.values()))
 
     def remove(self) -> None:
         """Takes every hook off the user's layers."""

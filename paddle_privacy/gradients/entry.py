@@ -32,6 +32,7 @@ class Entry:
         sizes: the sizes of the first axes of its tensor inputs, one of which is the batch.
         rows: the batch size to which inputs of one row are expanded; ``None`` where no input tells.
         called: ids of the tapped layers that ran in it.
+        stood_in: (layer, name) of the parameters that a stand-in replaces during this forward.
         recording: what the structure probe needs, while the structure is not verified.
     """
 
@@ -43,6 +44,7 @@ class Entry:
         # [1, T] position ids may come first; a batch of one row has nothing but ones.
         self.rows = next((n for n in firsts if n != 1), firsts[0] if firsts else None)
         self.called: set[int] = set()
+        self.stood_in: list[tuple[nn.Layer, str]] = []
         self.recording: Recording | None = None
 
     def check_rows(self, path: str, kind: str, rows: int) -> None:
@@ -107,14 +109,20 @@ class EntryHooks(LayerHooks):
         running.entry = entry
         if paddle.is_grad_enabled():
             entry.recording = capture.probe.begin(entry)
+            capture.tied.begin(entry)
 
-    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
+    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
         running = capture.running
         running.depth = max(0, running.depth - 1)
         entry = running.entry
         if running.depth or entry is None or running.probing is not None:
-            return
-        running.clear()
-        entry.frame = None
+            return None
+        try:
+            repeated = capture.tied.end(entry, output)
+        finally:
+            running.clear()
+            entry.frame = None
+        output = output if repeated is None else repeated
         if output is not None and paddle.is_grad_enabled() and entry.called:
             capture.probe.end(entry, output)
+        return repeated

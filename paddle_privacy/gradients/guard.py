@@ -17,17 +17,31 @@ if TYPE_CHECKING:
 
 
 def mixes_samples(layer: nn.Layer) -> bool:
-    """Whether the layer's training mode computes statistics over the batch."""
+    """Whether the layer computes statistics over the batch in some mode."""
     return isinstance(layer, (_BatchNormBase, nn.BatchNorm))
 
 
+def _takes_batch_statistics(layer: nn.Layer) -> bool:
+    """Whether it does so now; `use_global_stats` overrides the mode, in either direction."""
+    if isinstance(layer, nn.BatchNorm):
+        return not layer._use_global_stats and (layer.training or layer._trainable_statistics)
+    if isinstance(layer, nn.SyncBatchNorm) or layer._use_global_stats is None:
+        return layer.training
+    return not layer._use_global_stats
+
+
 class MixingGuard(LayerHooks):
-    """On a batch-mixing layer, trainable or not: refuses to run it in training mode."""
+    """On a batch-mixing layer, trainable or not: refuses to run it on the batch's own statistics."""
+
+    def __init__(self, capture: Capture, layer: nn.Layer, path: str):
+        super().__init__(capture, layer, path)
+        layer._forward_pre_hooks.move_to_end(self._handles[0]._hook_id, last=False)
 
     def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> None:
-        if layer.training and not getattr(layer, "_use_global_stats", False):
+        if _takes_batch_statistics(layer):
+            mode = "training mode" if layer.training else "eval mode with use_global_stats=False"
             raise UnsupportedLayer(
-                f"layer '{self.path}' ({type(layer).__name__}) in training mode mixes the samples of a batch (and "
+                f"layer '{self.path}' ({type(layer).__name__}) in {mode} mixes the samples of a batch (and "
                 "keeps their statistics un-noised), with or without trainable parameters; replace it by GroupNorm "
                 "(ModuleValidator.fix does it) or put it in eval() mode"
             )

@@ -46,10 +46,15 @@ class LayerHooks:
         self._capture = weakref.ref(capture)
         self.path = path
         self._handles = [
-            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),  # type: ignore[arg-type]
             # always_call: what a pre-hook changed is put back even if the layer's forward raises. In front of the
             # user's own post-hooks: what these do to the output is no part of the layer.
-            layer.register_forward_post_hook(self._after, with_kwargs=True, always_call=True, prepend=True),
+            layer.register_forward_post_hook(
+                self._after,  # type: ignore[arg-type]
+                with_kwargs=True,
+                always_call=True,
+                prepend=True,
+            ),
         ]
 
     def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -87,17 +92,6 @@ class InertHooks:
 
     def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
         return None
-
-
-class BatchProbe(LayerHooks):
-    """On an outermost model: how many rows the running forward has."""
-
-    def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> None:
-        capture.running_rows.append(next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim), None))
-
-    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
-        if capture.running_rows:
-            capture.running_rows.pop()
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:

@@ -14,18 +14,19 @@ from paddle_privacy.errors import PrivacyError
 from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
 from paddle_privacy.gradients.probe import batch_axis, fingerprints, model_buffers_kept, random_state, set_random_state
 
-# Rounding may differ where a kernel sees other neighbours; a coupling through a mean over n rows is of order 1/n.
-_ROUNDING = {"float64": 1e-12, "float32": 1e-5}
-_IGNORED_LABEL = -100
+# Of a tensor's largest row. A coupling through a mean over n rows is of order 1/n.
+_ROUNDING = 1e-6
+# What labels and masks are set to, to give one sample fewer tokens: ignore_index as people choose it, a mask's zero.
+_IGNORED = (-100, -1, 0)
 
 
 def check_independence(model: nn.Layer, loss_fn: Callable[..., Tensor], *batch: Any) -> None:
     """Replaces the samples of `batch` one at a time and proves that no other sample's gradient moves.
 
     Every layer's inputs, outputs and output gradients are compared row by row (the gradient of sample i is made of
-    these and of nothing else), with the same random state throughout. Where the batch holds integer labels that no
-    layer reads, half of one sample's labels are also replaced by -100, Paddle's ``ignore_index``, so that a mean over
-    tokens is found even if every sample of the batch has as many of them.
+    these and of nothing else), with the same random state throughout. Where the batch holds integer labels ``[B, T]``
+    that no embedding reads, or a mask of zeros and ones, half of one sample's are also set to -100, -1 and 0 in turn
+    (the usual ``ignore_index``), so that a mean over tokens is found even if every sample has as many of them.
 
     Args:
         model: in the mode in which it is trained. Parameters, buffers, ``.grad`` and random states are left alone.
@@ -136,6 +137,12 @@ class _Run:
         def batched(tree: Any) -> list[Tensor]:
             return [x for x in tensors(tree) if x.ndim > axis and x.shape[axis] == self.rows]
 
+        def keep_in(record: _Record, k: int) -> Callable[[Tensor], None]:
+            def keep(gradient: Tensor) -> None:
+                record.gradients[k] = prints(gradient)
+
+            return keep
+
         def before(layer: nn.Layer, args: tuple, kwargs: dict) -> None:
             trace.records.append(_Record(path, kind, "inputs", [prints(x) for x in batched((args, kwargs))]))
             if isinstance(layer, nn.Embedding):
@@ -147,11 +154,11 @@ class _Run:
             trace.records.append(record)
             for k, x in enumerate(outputs):
                 if not x.stop_gradient:
-                    x.register_hook(lambda g, k=k: record.gradients.__setitem__(k, prints(g)))
+                    x.register_hook(keep_in(record, k))
 
         return [
-            layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_post_hook(after, with_kwargs=True),
+            layer.register_forward_pre_hook(before, with_kwargs=True),  # type: ignore[arg-type]
+            layer.register_forward_post_hook(after, with_kwargs=True),  # type: ignore[arg-type]
         ]
 
 
@@ -186,7 +193,7 @@ def _moved_row(mine: list[np.ndarray], theirs: list[np.ndarray], touched: list[i
         return next((i for i in range(rows) if i not in touched), None)
     for x, y in zip(mine, theirs):
         scale = np.nanmax(np.abs(x), initial=0.0, where=np.isfinite(x))
-        same = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) <= 1e-6 * scale)
+        same = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) <= _ROUNDING * scale)
         for i in np.nonzero(~same.all(axis=1))[0]:
             if int(i) not in touched:
                 return int(i)
@@ -206,11 +213,26 @@ def _edits(batch: tuple, k: int, rows: int, reference: _Trace) -> Iterator[tuple
             map_tensors(lambda x: _row_set(x, k, x[other : other + 1]) if x.ndim and x.shape[0] == rows else x, batch),
         )
     for target in batched:
-        if target.ndim < 2 or target.dtype not in (paddle.int64, paddle.int32) or _is_embedded(target, reference):
+        if target.ndim < 2 or _is_embedded(target, reference):
             continue
-        half = target[k : k + 1].clone()
-        half[:, : max(1, half.shape[1] // 2)] = _IGNORED_LABEL
-        yield "masked", map_tensors(lambda x, t=target, h=half: _row_set(x, k, h) if x is t else x, batch)
+        for value in _ignored_values(target):
+            half = target[k : k + 1].clone()
+            half[:, : max(1, half.shape[1] // 2)] = bool(value) if target.dtype == paddle.bool else value
+            yield "masked", _with_row(batch, target, k, half)
+
+
+def _with_row(batch: tuple, target: Tensor, k: int, row: Tensor) -> tuple:
+    return map_tensors(lambda x: _row_set(x, k, row) if x is target else x, batch)
+
+
+def _ignored_values(target: Tensor) -> list[int]:
+    if target.dtype == paddle.bool or (target.is_floating_point() and bool(((target == 0) | (target == 1)).all())):
+        return [0]
+    if target.dtype not in (paddle.int64, paddle.int32):
+        return []
+    # A label that is no class ends a CUDA process; on a GPU only values that the batch holds already are tried.
+    safe = target.place.is_cpu_place()
+    return [value for value in _IGNORED if value == 0 or safe or bool((target == value).any())]
 
 
 def _is_embedded(x: Tensor, reference: _Trace) -> bool:
@@ -225,7 +247,7 @@ def _row_set(x: Tensor, k: int, row: Tensor) -> Tensor:
 
 
 def _refuse(moved: _Moved, k: int, what: str) -> None:
-    did = f"replacing sample {k}" if what == "replaced" else f"ignoring some labels of sample {k}"
+    did = f"replacing sample {k}" if what == "replaced" else f"ignoring some tokens of sample {k}"
     advice = (
         "use layers that work within one sample (GroupNorm, LayerNorm) and a loss that is a mean of one loss a row, "
         "each a mean over that row's own tokens"
@@ -262,7 +284,7 @@ def first_mixing_layer(model: nn.Layer, inputs: Any, edited: Any, rows: int, sta
 @contextmanager
 def _untouched(model: nn.Layer) -> Iterator[None]:
     """Gradients that the model's parameters hold are put back afterwards."""
-    held = [(p, p.grad) for p in model.parameters()]
+    held = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     for parameter, _ in held:
         parameter.clear_gradient(False)
     try:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paddle_privacy.gradients.entry import Entry
 
 _MAX_WIDTH = 1 << 20
+_LARGEST_STATISTIC = 1 << 16
 _directions: dict[tuple, Tensor] = {}
 
 
@@ -81,7 +82,7 @@ class Recording:
         self.wanted = wanted
         self.calls: list[Seen] = []
         self.random_state: Any = None
-        self.buffers: list[tuple[nn.Layer, str, Tensor]] = []
+        self.buffers: list[tuple[dict, str, Tensor]] = []
         self.outputs: list[Tensor] = []
 
     def add(self, seen: Seen) -> None:
@@ -101,12 +102,7 @@ class StructureProbe:
         recording = Recording(wanted=not self._verified.get(_key(entry)))
         recording.random_state = random_state()
         if recording.wanted:
-            recording.buffers = [
-                (layer, name, buffer.clone())
-                for layer in entry.layer.sublayers(include_self=True)
-                for name, buffer in layer._buffers.items()
-                if buffer is not None
-            ]
+            recording.buffers = [(place, name, held.clone()) for place, name, held in _state(entry.layer)]
         return recording
 
     def end(self, entry: Entry, output: Any) -> None:
@@ -141,10 +137,11 @@ class StructureProbe:
     def _verify(self, entry: Entry, recording: Recording, output: Any) -> bool:
         """Whether the structure could be verified (else it is tried again at the next batch)."""
         rows = {seen.rows for seen in recording.calls if seen.trained}
-        if len(rows) != 1:
+        if len(rows) != 1 or None in rows:
             # Different sizes in one forward: the end of backward() refuses them, unless nothing of it is trained.
             return False
         batch = rows.pop()
+        assert batch is not None
         leaves = [k for k, x in enumerate(_leaves(entry)) if x.ndim and x.shape[0] == batch]
         if not leaves:
             self._warn(entry, "none of its inputs is a tensor with the batch on its first axis")
@@ -177,8 +174,8 @@ class StructureProbe:
         self, entry: Entry, recording: Recording, edit: Callable[[Tensor], Tensor], leaves: list[int]
     ) -> Recording:
         """The forward again, with `edit` applied to the batch's inputs; same random state, buffers as before it."""
-        for layer, name, before in recording.buffers:
-            layer._buffers[name] = before.clone()
+        for place, name, before in recording.buffers:
+            place[name] = before.clone()
         running = self._capture.running
         replay = Recording()
         replay.random_state, replay.buffers = recording.random_state, recording.buffers
@@ -226,10 +223,14 @@ class StructureProbe:
                     "chance); make activations batch first and give position ids as [B, T]"
                 )
 
-    def _refuse_batch_buffers(self, entry: Entry, changed: list[tuple[nn.Layer, str, Tensor]]) -> None:
-        for layer, name, after in changed:
-            if not _equal(layer._buffers[name], after):
-                path = next(p for p, sub in entry.layer.named_sublayers(include_self=True) if sub is layer)
+    def _refuse_batch_buffers(self, entry: Entry, changed: list[tuple[dict, str, Tensor]]) -> None:
+        for place, name, after in changed:
+            if not _equal(place[name], after):
+                path, layer = next(
+                    (p, sub)
+                    for p, sub in entry.layer.named_sublayers(include_self=True)
+                    if sub._buffers is place or sub._parameters is place
+                )
                 raise UnsupportedLayer(
                     f"layer '{path or entry.path}' ({type(layer).__name__}) stores statistics of the batch in its "
                     f"buffer '{name}', which is saved with the model and has no noise; freeze the buffer or put the "
@@ -298,28 +299,35 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (paddle.isnan(a) & paddle.isnan(b))).all())
 
 
-def _changed_buffers(before: list[tuple[nn.Layer, str, Tensor]]) -> list[tuple[nn.Layer, str, Tensor]]:
-    return [
-        (layer, name, layer._buffers[name].clone())
-        for layer, name, old in before
-        if not _equal(old, layer._buffers[name])
-    ]
+def _state(model: nn.Layer) -> list[tuple[dict, str, Tensor]]:
+    """What a forward may write: buffers, and frozen parameters no larger than a buffer (batch norm's statistics)."""
+    found: list[tuple[dict, str, Tensor]] = []
+    for layer in model.sublayers(include_self=True):
+        for name, buffer in layer._buffers.items():
+            # A workspace that no kernel has filled yet has no memory to copy.
+            if buffer is not None and buffer.size and buffer._is_initialized():
+                found.append((layer._buffers, name, buffer))
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and parameter.stop_gradient and parameter.size <= _LARGEST_STATISTIC:
+                found.append((layer._parameters, name, parameter))
+    return found
+
+
+def _changed_buffers(before: list[tuple[dict, str, Tensor]]) -> list[tuple[dict, str, Tensor]]:
+    return [(place, name, place[name].clone()) for place, name, old in before if not _equal(old, place[name])]
 
 
 @contextmanager
 def model_buffers_kept(model: nn.Layer) -> Iterator[None]:
-    """Replays write to copies of the model's buffers: not a version number of the originals moves."""
-    layers = model.sublayers(include_self=True)
-    held = [(layer, dict(layer._buffers)) for layer in layers if layer._buffers]
-    for layer, buffers in held:
-        for name, buffer in buffers.items():
-            layer._buffers[name] = None if buffer is None else buffer.clone()
+    """What runs inside writes to copies of the model's buffers: not a version number of the originals moves."""
+    held = _state(model)
     try:
+        for place, name, value in held:
+            place[name] = value.detach().clone()
         yield
     finally:
-        for layer, buffers in held:
-            layer._buffers.clear()
-            layer._buffers.update(buffers)
+        for place, name, value in held:
+            place[name] = value
 
 
 def random_state() -> tuple:
