@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,15 +42,19 @@ def tiny_vocabulary() -> list[str]:
     return special + ascii_tokens + suffixes + punctuation + characters
 
 
-def build_tiny(num_classes: int, dropout: float) -> tuple[Any, Any]:
-    """An untrained `ErnieForSequenceClassification` of one layer, and its character tokenizer."""
+def build_tiny(num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any]:
+    """An untrained `ErnieForSequenceClassification` of one layer, and its character tokenizer.
+
+    The vocabulary is written to ``folder``, where the tokenizer keeps reading it.
+    """
     with quiet_import():
         from paddlenlp.transformers import ErnieConfig, ErnieForSequenceClassification, ErnieTokenizer
+    _quiet_log()
     vocabulary = tiny_vocabulary()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "vocab.txt"
-        path.write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
-        tokenizer = ErnieTokenizer(str(path))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    tokenizer = ErnieTokenizer(str(path))
     config = ErnieConfig(
         vocab_size=len(vocabulary),
         hidden_size=64,
@@ -70,21 +73,30 @@ def build_tiny(num_classes: int, dropout: float) -> tuple[Any, Any]:
     return ErnieForSequenceClassification(config), tokenizer
 
 
-def load(name: str, num_classes: int, dropout: float) -> tuple[Any, Any]:
+def _quiet_log() -> None:
+    """PaddleNLP reports every file it reads and writes; only its warnings matter here."""
+    from paddlenlp.utils.log import logger
+
+    logger.set_level("WARNING")
+
+
+def load(name: str, num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any]:
     """Model and tokenizer called ``name``: ``tiny``, a local directory, or a name PaddleNLP can download.
+
+    ``folder`` is where the model will be saved.
 
     Raises:
         ModelError: a file is missing or the hub cannot be reached.
     """
     if name == "tiny":
-        return build_tiny(num_classes, dropout)
-    folder = Path(name)
-    if folder.is_dir():
-        _require_files(folder)
+        return build_tiny(num_classes, dropout, folder)
+    if Path(name).is_dir():
+        _require_files(Path(name))
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"--model {name}: no such directory")
     with quiet_import():
         from paddlenlp.transformers import AutoModelForSequenceClassification, AutoTokenizer
+    _quiet_log()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForSequenceClassification.from_pretrained(

@@ -37,10 +37,13 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
     def save_model(self, model: Any, tokenizer: Any) -> None:
-        folder = self.path / "model"
-        model.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        model.save_pretrained(str(self.model))
+        tokenizer.save_pretrained(str(self.model))
 
 
 class Progress(AbstractContextManager["Progress"]):

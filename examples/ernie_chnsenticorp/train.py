@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import signal
@@ -44,16 +45,18 @@ def run(args: argparse.Namespace) -> int:
         import paddle
     from batches import EncodedRows
 
+    from paddle_privacy.ledger import Ledger
+
+    folder = RunFolder(args.output)
     paddle.seed(args.seed)
     try:
-        model, tokenizer = load(args.model, len(data.labels), args.dropout)
+        model, tokenizer = load(args.model, len(data.labels), args.dropout, folder.model)
         freeze_layers(model, args.freeze_layers)
         clip_norm = None if args.non_private else chosen_clip_norm(args, model, tokenizer, train_rows, data.public)
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    folder = RunFolder(args.output)
     rows = EncodedRows(
         encode(tokenizer, [text for text, _ in train_rows], args.max_length), [label for _, label in train_rows]
     )
@@ -64,13 +67,19 @@ def run(args: argparse.Namespace) -> int:
     pad_id = tokenizer.pad_token_id
     if args.non_private:
         loader, optimizer, schedule = plain_optimizer(args, model, rows, pad_id)
+        ledger: Any = contextlib.nullcontext()
     else:
-        loader, optimizer, schedule = private_optimizer(args, model, rows, pad_id, clip_norm, str(folder.ledger))
+        ledger = Ledger(folder.ledger)
+        try:
+            loader, optimizer, schedule = private_optimizer(args, model, rows, pad_id, clip_norm, ledger)
+        except ValueError as refusal:
+            print(f"error: {refusal}", file=sys.stderr)
+            return 2
     steps = args.epochs * len(loader)
     folder.write_json("config.json", configuration(args, len(rows.labels), steps, optimizer))
     describe_plan(args, len(rows.labels), steps, optimizer)
 
-    with Progress(steps) as progress:
+    with ledger, Progress(steps) as progress:
         ended = train(args, model, optimizer, schedule, loader, held_out["dev"], pad_id, folder, progress)
 
     from evaluation import evaluate
@@ -156,7 +165,7 @@ def train(
 
 
 def private_optimizer(
-    args: argparse.Namespace, model: Any, rows: Any, pad_id: int, clip_norm: float, ledger: str
+    args: argparse.Namespace, model: Any, rows: Any, pad_id: int, clip_norm: float, ledger: Any
 ) -> tuple[Any, Any, Any]:
     """Poisson batches, and the optimizer that clips, adds noise and counts."""
     from batches import collate

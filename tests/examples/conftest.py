@@ -1,0 +1,31 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "examples" / "ernie_chnsenticorp"
+sys.path.insert(0, str(RECIPE))
+
+
+@pytest.fixture(scope="session")
+def mini():
+    import mini_corpus
+
+    return mini_corpus.generate()
+
+
+@pytest.fixture
+def small_folder(tmp_path, mini):
+    """train/dev/test.tsv with 300/60/60 rows of `mini`, three repeats, and one text under both labels."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, size in (("train", 300), ("dev", 60), ("test", 60)):
+        rows = mini[name][:size]
+        if name == "train":
+            text, label = rows[10]
+            rows = [*rows, rows[0], rows[0], rows[1], (text, 1 - label)]
+        if name == "test":
+            rows = [*rows[:-1], mini["train"][5]]
+        lines = "".join(f"{label}\t{text}\n" for text, label in rows)
+        (folder / f"{name}.tsv").write_text("label\ttext_a\n" + lines, encoding="utf-8")
+    return folder

@@ -1,0 +1,209 @@
+"""train.py from the command line's arguments to the files of the run, a few real steps each."""
+
+import json
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import train
+
+from paddle_privacy.accounting import compute_epsilon
+
+
+@pytest.fixture
+def run(small_folder, tmp_path, capsys):
+    def start(*flags, data=small_folder):
+        output = tmp_path / "run"
+        code = train.main(["--data", str(data), "--output", str(output), *flags])
+        captured = capsys.readouterr()
+        return code, output, captured.out + captured.err
+
+    return start
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+PRIVATE = ("--batch-size", "50", "--epochs", "2", "--physical-batch-size", "32")
+
+
+def test_private_run(run):
+    code, folder, shown = run(*PRIVATE)
+    assert code == 0
+    summary, config, metrics = (
+        read(folder, "summary.json"),
+        read(folder, "config.json"),
+        lines(folder / "metrics.jsonl"),
+    )
+
+    # 304 rows; three repeats, and both rows of the text with two labels.
+    assert config["training_rows"] == 299
+    assert "dropped 3 repeats of a text and all 2 rows of 1 texts" in shown
+    steps = 2 * math.ceil(299 / 50)
+    assert summary["steps"] == config["planned_steps"] == steps
+    assert summary["ended"] == "completed"
+    assert [m["epoch"] for m in metrics] == [1, 2]
+
+    expected = compute_epsilon(
+        noise_multiplier=summary["noise_multiplier"], sample_rate=50 / 299, steps=steps, delta=1e-5
+    )
+    assert summary["epsilon"] == pytest.approx(expected, rel=1e-9)
+    assert summary["epsilon"] <= 3.0
+    assert metrics[-1]["epsilon"] == summary["epsilon"] > metrics[0]["epsilon"]
+    assert (summary["relation"], summary["sampling"]) == ("add_or_remove_one", "poisson")
+
+    assert (summary["test_rows"], summary["test_rows_unseen"]) == (60, 59)
+    for name in ("test accuracy", "unseen in train", "ε", "δ", "σ", "C", "steps", "unit of privacy", "relation"):
+        assert name in shown
+
+
+def test_the_ledger_counts_every_step(run):
+    from paddle_privacy.verify.chain import read_ledger
+
+    _, folder, _ = run(*PRIVATE)
+    (recorded,) = read_ledger(folder / "ledger.jsonl").runs
+    assert recorded.steps == 12
+    assert recorded.closed
+    assert recorded.epsilon[-1] == read(folder, "summary.json")["epsilon"]
+    assert recorded.header["dataset_size"] == 299
+
+
+def test_the_saved_model_is_the_one_that_was_tested(run, small_folder):
+    import ernie
+    import evaluation
+    import reviews
+    from batches import EncodedRows
+
+    _, folder, _ = run(*PRIVATE)
+    model, tokenizer = ernie.load(str(folder / "model"), 2, 0.0, folder / "again")
+    test = reviews.load(str(small_folder)).test
+    rows = EncodedRows(ernie.encode(tokenizer, [text for text, _ in test], 48), [label for _, label in test])
+    score = evaluation.evaluate(model, rows, tokenizer.pad_token_id)
+    assert score.accuracy == read(folder, "summary.json")["test_accuracy"]
+
+
+def test_the_non_private_run_learns(run, small_folder):
+    # 300 rows are too few to generalise from, so the rows it is judged on are those it learns.
+    (small_folder / "dev.tsv").write_text((small_folder / "train.tsv").read_text(encoding="utf-8"), encoding="utf-8")
+    code, folder, shown = run("--non-private", "--epochs", "12", "--batch-size", "32")
+    assert code == 0
+    summary = read(folder, "summary.json")
+    assert summary["epsilon"] is None
+    assert not (folder / "ledger.jsonl").exists()
+    assert "not private" in shown
+    assert lines(folder / "metrics.jsonl")[-1]["dev_loss"] < 0.5 * math.log(2)
+
+
+def test_frozen_layers_do_not_move(run, tmp_path):
+    import ernie
+    import paddle
+
+    code, folder, _ = run("--freeze-layers", "0", "--batch-size", "50", "--epochs", "1")
+    assert code == 0
+    paddle.seed(0)
+    before, _ = ernie.load("tiny", 2, 0.0, tmp_path / "fresh")
+    after, _ = ernie.load(str(folder / "model"), 2, 0.0, tmp_path / "fresh")
+    moved = {
+        name: not np.array_equal(p.numpy(), q.numpy())
+        for (name, p), (_, q) in zip(before.named_parameters(), after.named_parameters())
+    }
+    assert not any(m for name, m in moved.items() if "embeddings" in name)
+    assert all(m for name, m in moved.items() if "embeddings" not in name)
+
+
+def test_automatic_clip_norm_warns_about_private_rows(run, monkeypatch):
+    import clip_norm
+
+    monkeypatch.setattr(clip_norm, "ROWS", 40)
+    code, folder, shown = run("--clip-norm", "auto", "--batch-size", "50", "--epochs", "1")
+    assert code == 0
+    assert "was read off the private training rows" in shown
+    assert read(folder, "summary.json")["clip_norm"] > 0
+
+
+def test_automatic_clip_norm_from_public_rows(run, monkeypatch):
+    import clip_norm
+
+    monkeypatch.setattr(clip_norm, "ROWS", 20)
+    code, folder, shown = run("--clip-norm", "auto", "--clip-norm-data", "mini", "--batch-size", "50", "--epochs", "1")
+    assert code == 0
+    assert "20 gradient norms" in shown
+    assert "private training rows" not in shown
+
+
+def test_duplicates_can_be_kept(run):
+    _, folder, shown = run(*PRIVATE, "--keep-duplicates")
+    assert read(folder, "config.json")["training_rows"] == 304
+    assert "the commonest text stands 3 times" in shown
+    assert "copies" not in read(folder, "summary.json")["unit"]
+
+
+def test_interrupt_saves_what_was_trained(run, monkeypatch):
+    import evaluation
+
+    evaluate, calls = evaluation.evaluate, []
+
+    def interrupting(*args):
+        if not calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        calls.append(1)
+        return evaluate(*args)
+
+    monkeypatch.setattr(evaluation, "evaluate", interrupting)
+    before = signal.getsignal(signal.SIGINT)
+    code, folder, shown = run(*PRIVATE)
+    assert code == 0
+    summary = read(folder, "summary.json")
+    assert summary["ended"] == "interrupted"
+    assert summary["steps"] == 7
+    assert 0 < summary["epsilon"] < 3
+    assert (folder / "model" / "config.json").is_file()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_earlier_run_is_not_overwritten(run):
+    run("--non-private", "--epochs", "1")
+    code, _, shown = run("--non-private", "--epochs", "1")
+    assert code == 2
+    assert "is not empty" in shown
+
+
+def test_missing_model_files_are_named(run, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    code, _, shown = run("--model", str(folder))
+    assert code == 2
+    assert "vocab.txt is missing" in shown
+
+
+def test_a_hub_that_cannot_be_reached(run, monkeypatch):
+    from paddlenlp.transformers import AutoTokenizer
+
+    def fail(name, **kwargs):
+        raise OSError("Can't load ernie_3.0_medium_zh_vocab.txt")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    code, _, shown = run("--model", "ernie-3.0-medium-zh")
+    assert code == 2
+    assert "ernie_3.0_medium_zh_vocab.txt" in shown
+    assert "--model DIR" in shown
+
+
+def test_more_frozen_layers_than_there_are(run):
+    code, _, shown = run("--freeze-layers", "9")
+    assert code == 2
+    assert "the model has 1 encoder layers" in shown
+
+
+def test_a_batch_larger_than_the_data(run):
+    code, _, shown = run("--batch-size", "5000")
+    assert code == 2
+    assert "batch_size" in shown
