@@ -147,22 +147,17 @@ def _inspect(path: str, layer: nn.Layer, replacement: str) -> list[tuple[Problem
 
 
 def _inspect_rule(path: str, layer: nn.Layer) -> list[tuple[Problem, _Change | None]]:
+    """What the layer's own gradient rule refuses. Layers without a rule are told by their first batch."""
     from paddle_privacy.gradients.rules import find_rule
 
-    trained = sorted(name for name, p in layer._parameters.items() if p is not None and not p.stop_gradient)
-    if not trained:
-        return []
-    kind = type(layer).__name__
-    rule = find_rule(layer)
-    if rule is None:
-        reason = f"trains {trained} but has no gradient rule"
-        advice = "freeze it (stop_gradient=True) or register a rule with paddle_privacy.register_grad_rule"
-        return [(Problem(path, kind, reason, advice=advice), None)]
-    refused = rule.refuses(layer)
+    trained = any(p is not None and not p.stop_gradient for p in layer._parameters.values())
+    rule = find_rule(layer) if trained else None
+    refused = rule.refuses(layer) if rule is not None else None
     if refused is None:
         return []
     reason, _, advice = refused.partition("; ")
-    return [(Problem(path, kind, reason, advice=advice or "freeze it (stop_gradient=True)"), None)]
+    advice = advice or "freeze it (stop_gradient=True)"
+    return [(Problem(path, type(layer).__name__, reason, advice=advice), None)]
 
 
 def _inspect_batch_norm(path: str, layer: nn.Layer, replacement: str) -> list[tuple[Problem, _Change | None]]:

@@ -136,7 +136,9 @@ def test_what_a_person_has_to_decide_is_left_and_said(layer, says):
     assert says in str(problem)
 
 
-def test_a_layer_without_a_gradient_rule_is_a_problem_unless_frozen():
+def test_what_a_gradient_rule_refuses_is_a_problem_unless_frozen():
+    from paddle_privacy import register_grad_rule
+
     class Own(nn.Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -146,10 +148,14 @@ def test_a_layer_without_a_gradient_rule_is_a_problem_unless_frozen():
             return x * self.scale
 
     model = nn.Sequential(nn.Linear(3, 3), Own())
-    found = ModuleValidator.validate(model)
-    if found:
-        assert found[0].path == "1"
-        assert "register_grad_rule" in str(found[0])
+    assert ModuleValidator.is_valid(model)
+
+    @register_grad_rule(Own, refuses=lambda layer: "sums over the batch; use a mean over positions")
+    def own(layer, inputs, output_grad):
+        return {"scale": inputs[0] * output_grad}
+
+    (problem,) = ModuleValidator.validate(model)
+    assert str(problem) == "layer '1' (Own): sums over the batch; use a mean over positions"
     model[1].scale.stop_gradient = True
     assert ModuleValidator.is_valid(model)
 
