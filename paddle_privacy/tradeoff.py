@@ -14,20 +14,7 @@ import numpy as np
 
 from .accounting.accountant import Accountant
 
-_EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40.0, 100)])
-_NEGLIGIBLE = 1e-9
-"""Below this δ, a larger ε can only make the limit at the rates of interest worse."""
-
-
-def privacy_profile(accountant: Accountant, group_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(ε, δ(ε)) at fixed ε's, the curve that the hit-rate limits are read from; both shape [k], float64."""
-    deltas = []
-    for epsilon in _EPSILONS:
-        delta = accountant.get_delta(float(epsilon), group_size)
-        deltas.append(delta)
-        if delta <= _NEGLIGIBLE:
-            break
-    return _EPSILONS[: len(deltas)].copy(), np.asarray(deltas)
+_EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40.0, 127)])
 
 
 def max_true_positive_rate(
@@ -35,15 +22,29 @@ def max_true_positive_rate(
 ) -> np.ndarray:
     """The largest true positive rate of any membership attack at each false positive rate, shape [len(rates)].
 
+    Every ε gives a valid limit. e^ε α + δ(ε) is convex in e^ε, so the best ε of a fine grid is found by halving.
+
     Raises:
         ValueError: a rate outside [0, 1].
     """
     rates = np.asarray(list(false_positive_rates), dtype=np.float64)
     if ((rates < 0) | (rates > 1)).any():
         raise ValueError(f"false_positive_rates must lie in [0, 1], got {rates.tolist()}")
-    epsilon, delta = privacy_profile(accountant, group_size)
-    factor = np.exp(epsilon)[:, None]
-    hit = np.minimum(factor * rates + delta[:, None], 1 - (1 - delta[:, None] - rates) / factor)
+    deltas: dict[int, float] = {}
+
+    def limit(index: int, rate: float) -> float:
+        if index not in deltas:
+            deltas[index] = accountant.get_delta(float(_EPSILONS[index]), group_size)
+        return math.exp(_EPSILONS[index]) * rate + deltas[index]
+
+    for rate in rates:
+        low, high = 0, len(_EPSILONS) - 1
+        while high > low:
+            middle = (low + high) // 2
+            low, high = (low, middle) if limit(middle, rate) <= limit(middle + 1, rate) else (middle + 1, high)
+    epsilon = _EPSILONS[list(deltas)][:, None]
+    delta = np.asarray(list(deltas.values()))[:, None]
+    hit = np.minimum(np.exp(epsilon) * rates + delta, 1 - (1 - delta - rates) * np.exp(-epsilon))
     return np.clip(hit.min(axis=0), rates, 1.0)
 
 
