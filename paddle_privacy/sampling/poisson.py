@@ -49,8 +49,10 @@ class PoissonBatchSampler(BatchSampler):
     An empty draw yields ``[0]``: the loop needs no special case, and :attr:`emissions` tells the optimizer to give
     that row weight zero. A loop that may skip batches takes them from a
     :class:`~paddle_privacy.sampling.PoissonDataLoader` (the engine returns one): over a plain ``DataLoader`` only their
-    numbers of rows tell batches apart. Without a seed every random bit comes from the operating system's generator at the moment
-    it is used, so nothing is repeated by an iteration, a fork or a resumed run.
+    numbers of rows tell batches apart.
+
+    Without a seed every random bit comes from the operating system's generator at the moment it is used, so nothing is
+    repeated by an iteration, a fork or a resumed run.
 
     ``len(sampler)`` is the number of batches it yields with ``micro_batches``, and of *logical* batches otherwise (how
     many pieces of ``max_physical_batch_size`` there will be is not known beforehand).
