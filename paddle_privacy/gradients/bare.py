@@ -6,7 +6,6 @@ meets the graph: while the forward runs the layer reads a stand-in, whose kind w
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -16,7 +15,7 @@ from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.factors import Dense, Factor
 from paddle_privacy.gradients.hooks import hooks_paused, tensors
 from paddle_privacy.gradients.replay import ForwardAgain, is_random, replay, row_gradients
-from paddle_privacy.gradients.stand_in import StandIn, expanded, product_factor, stand_in
+from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
 from paddle_privacy.gradients.tap import Call, Tap
 from paddle_privacy.gradients.trial import Strategy, find_strategies
 
@@ -60,10 +59,10 @@ class BareTap(Tap):
             if strategy.kind == "unused":
                 continue
             if strategy.kind == "product":
-                made = stand_in(parameter, self._on_product(capture, layer, name, parameter))
+                made = stand_in(parameter, self.on_product(capture, parameter))
             elif strategy.kind == "expanded":
                 made = expanded(parameter, rows, strategy.axes)
-                self._keep_own_gradient(capture, layer, made, name, parameter, (args, kwargs), rows)
+                self.keep_own_gradient(capture, made, parameter, rows)
             else:
                 made = stand_in(parameter)
             bare.stand_ins[name] = made
@@ -115,28 +114,6 @@ class BareTap(Tap):
 
     # Gradients arrive
 
-    def _on_product(self, capture: Capture, layer: nn.Layer, name: str, parameter: Tensor) -> Any:
-        me, key = weakref.ref(self), id(parameter)
-
-        def on_product(x: Tensor, y: Tensor, transposed: bool) -> None:
-            call = Call((x,), {name: key}, capture.batch_inputs())
-
-            def arrive(gradient: Tensor) -> None:
-                tap = me()
-                if tap is not None:
-                    tap.arrive(layer, call, lambda: {name: product_factor(call.inputs[0], gradient, transposed)})
-
-            y.register_hook(arrive)
-
-        return on_product
-
-    def _keep_own_gradient(
-        self, capture: Capture, layer: nn.Layer, leaf: StandIn, name: str, parameter: Tensor, inputs: Any, rows: int
-    ) -> None:
-        call = Call((), {name: id(parameter)}, capture.batch_inputs())
-        shape = [rows, *parameter.shape]
-        leaf.register_hook(lambda gradient: self.arrive(layer, call, lambda: {name: gradient.reshape(shape)}))
-
     def _send_back(
         self, capture: Capture, layer: nn.Layer, bare: Bare, out: Tensor, outputs: list[Tensor], which: int
     ) -> None:
@@ -179,4 +156,4 @@ class BareTap(Tap):
                     made = row_gradients(kept, [bare.stand_ins[name] for name in names], gradient)
             return {name: Dense(g) for name, g in zip(names, made)}
 
-        out.register_hook(lambda gradient: self.arrive(layer, call, lambda: factors(gradient)))
+        out.register_hook(lambda gradient: self.arrive(call, lambda: factors(gradient)))

@@ -27,7 +27,7 @@ def per_sample_gradients(model: nn.Layer, loss_fn: Callable, *inputs: Any, mode:
         inputs: tensors, or nested lists, tuples and dicts of them, with the batch on the first axis; a tensor whose
             first axis is not B, and anything else, is shared by all samples.
         mode: ``"auto"``: one forward and one backward through the gradient rules that training uses;
-            ``"microbatch"``: B separate backward passes, no rule involved; ``"vmap"``: ``paddle.vmap`` over the samples.
+            ``"microbatch"``: B separate backward passes, no rule involved; ``"vmap"``: ``paddle.vmap`` over samples.
 
     Returns:
         ``{parameter name: [B, *shape]}`` in float32 (float64 for float64 parameters), zeros where a sample does not

@@ -38,7 +38,7 @@ class RecurrentTap(Tap):
                 if tap is None:
                     return
                 names = {name: id(p) for name, p in cell._parameters.items() if p is not None and id(p) in wanted}
-                tap.arrive(layer, Call((), names, batch_inputs), lambda: made)
+                tap.arrive(Call((), names, batch_inputs), lambda: made)
 
             return run_fused(layer, inputs, initial_states, sequence_length, keep)
 

@@ -1,8 +1,8 @@
 """Per-sample gradients of a layer without a rule: the forward again, one sample at a time.
 
 *Replay*: the layer runs on row i of its recorded inputs; if that reproduces row i of the recorded outputs (so the layer
-keeps samples apart and is not random), the recorded output gradient of row i is sent back through it. B small forward and
-backward passes, the microbatch jacobian.
+keeps samples apart and is not random), the recorded output gradient of row i is sent back through it. B small forward
+and backward passes, the microbatch jacobian.
 
 *Rows*: a layer with dropout inside cannot be run again. The recorded graph itself is differentiated B times, each time
 with the output gradient of one row. Costs B backward passes of the layer, and is exact for whatever was drawn.

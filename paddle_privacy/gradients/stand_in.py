@@ -57,7 +57,7 @@ class StandIn(paddle.base.core.eager.Tensor):  # type: ignore[misc, name-defined
         return self.flipped() if self.ndim == 2 and self.on_product is not None else super().t(*args, **kwargs)
 
     def transpose(self, *args: Any, **kwargs: Any) -> Tensor:
-        order = args[0] if len(args) == 1 else kwargs.get("perm") if not args else args
+        order = kwargs.get("perm") if not args else args[0] if len(args) == 1 else args
         if self.on_product is not None and isinstance(order, (list, tuple)) and list(order) == [1, 0]:
             return self.flipped()
         return super().transpose(*args, **kwargs)
@@ -105,13 +105,15 @@ def product_factor(x: Tensor, output_grad: Tensor, transposed: bool) -> Factor:
 # Paddle's functionals look their operators up in this module when they run, which is where a product can be noticed.
 # What stands here passes everything else through, in every thread.
 _matmul: Callable = paddle._C_ops.matmul
-_linear: Callable = paddle._C_ops.linear_v2
 
 
 def _notice_products() -> None:
-    if paddle._C_ops.matmul is not noticing_matmul:
-        paddle._C_ops.matmul = noticing_matmul
-        paddle._C_ops.linear_v2 = noticing_linear
+    if paddle._C_ops.matmul is noticing_matmul:
+        return
+    paddle._C_ops.matmul = noticing_matmul
+    for name in ("linear", "linear_v2"):
+        if hasattr(paddle._C_ops, name):
+            setattr(paddle._C_ops, name, _noticing_linear(getattr(paddle._C_ops, name)))
 
 
 def noticing_matmul(*args: Any, **kwargs: Any) -> Tensor:
@@ -132,7 +134,11 @@ def noticing_matmul(*args: Any, **kwargs: Any) -> Tensor:
     return y
 
 
-def noticing_linear(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
-    if isinstance(weight, StandIn) or isinstance(bias, StandIn):
-        return noticing_matmul(x, weight) + bias
-    return _linear(x, weight, bias, *rest)
+def _noticing_linear(original: Callable) -> Callable:
+    def noticing_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+        if isinstance(weight, StandIn) or isinstance(bias, StandIn):
+            product = noticing_matmul(x, weight)
+            return product if bias is None else product + bias
+        return original(x, weight, bias, *rest)
+
+    return noticing_linear

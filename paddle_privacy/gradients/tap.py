@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from paddle_privacy.gradients.locate import Owner
 from paddle_privacy.gradients.probe import Seen, batch_axis
 from paddle_privacy.gradients.rules import GradRule
 from paddle_privacy.gradients.rules.registry import Lazy
+from paddle_privacy.gradients.stand_in import ProductHook, StandIn, product_factor
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -74,6 +76,7 @@ class Tap(LayerHooks):
     def __init__(self, capture: Capture, owner: Owner, rule: GradRule | None):
         super().__init__(capture, owner.layer, owner.path)
         self.parameters, self._rule = owner.parameters, rule
+        self.kind = type(owner.layer).__name__
         self.open = Open()
 
     @property
@@ -161,7 +164,7 @@ class Tap(LayerHooks):
     def _ask(self, layer: nn.Layer, call: Call, out: Tensor, position: int, count: int) -> None:
         if not self.rule.many_outputs:
             out.register_hook(
-                lambda gradient: self.arrive(layer, call, lambda: self.rule.factors(layer, call.inputs, gradient))
+                lambda gradient: self.arrive(call, lambda: self.rule.factors(layer, call.inputs, gradient))
             )
             return
         # Linear in the output gradients, which therefore may come one by one.
@@ -169,9 +172,33 @@ class Tap(LayerHooks):
 
         def arrive(gradient: Tensor) -> None:
             gradients = tuple(gradient if k == position else None for k in range(count))
-            self.arrive(layer, one, lambda: self.rule.factors(layer, one.inputs, gradients))
+            self.arrive(one, lambda: self.rule.factors(layer, one.inputs, gradients))
 
         out.register_hook(arrive)
+
+    # Stand-ins for a parameter that is used barely; see gradients/stand_in.py.
+
+    def on_product(self, capture: Capture, parameter: Tensor) -> ProductHook:
+        """What a product stand-in for `parameter` calls: asks for the gradient of the product."""
+        me, wanted = weakref.ref(self), {"product": id(parameter)}
+
+        def on_product(x: Tensor, y: Tensor, transposed: bool) -> None:
+            call = Call((x,), wanted, capture.batch_inputs())
+
+            def arrive(gradient: Tensor) -> None:
+                tap = me()
+                if tap is not None:
+                    tap.arrive(call, lambda: {"product": product_factor(call.inputs[0], gradient, transposed)})
+
+            y.register_hook(arrive)
+
+        return on_product
+
+    def keep_own_gradient(self, capture: Capture, leaf: StandIn, parameter: Tensor, rows: int) -> None:
+        """Takes the gradient of an expanded stand-in for the per-sample gradient of `parameter`."""
+        call = Call((), {"copies": id(parameter)}, capture.batch_inputs())
+        shape = [rows, *parameter.shape]
+        leaf.register_hook(lambda gradient: self.arrive(call, lambda: {"copies": gradient.reshape(shape)}))
 
     def see(self, capture: Capture, layer: nn.Layer, inputs: tuple, output: Any, trained: bool) -> None:
         """Tells the entry and the structure probe about this call.
@@ -220,7 +247,7 @@ class Tap(LayerHooks):
         if reason is not None:
             raise UnsupportedLayer(f"layer '{self.path}' ({type(layer).__name__}): {reason}")
 
-    def arrive(self, layer: nn.Layer, call: Call, factors: Callable[[], Mapping[str, Lazy]]) -> None:
+    def arrive(self, call: Call, factors: Callable[[], Mapping[str, Lazy]]) -> None:
         """An output gradient is complete. Never raises: Paddle would lose the exception's type."""
         capture = self._capture()
         if capture is None or paused():
@@ -251,7 +278,7 @@ class Tap(LayerHooks):
             for name, key in call.wanted.items():
                 if name not in made:
                     raise UnsupportedLayer(
-                        f"layer '{self.path}' ({type(layer).__name__}) trains parameter '{name}', which its gradient "
+                        f"layer '{self.path}' ({self.kind}) trains parameter '{name}', which its gradient "
                         "rule does not know; freeze it or register a rule with register_grad_rule"
                     )
                 factor = made[name]

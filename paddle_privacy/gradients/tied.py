@@ -1,0 +1,136 @@
+"""Parameters that a model reads outside the layer that owns them: ``matmul(h, self.embed.weight, transpose_y=True)``.
+
+The first forward of each structure is searched: a managed parameter that its autograd graph reaches was used outside
+the tapped layers, since inside them nothing wants its gradient. Such a parameter gets a stand-in for the whole forward
+of the model, which the owner's tap swaps for the real one while the owner itself runs. Both uses then reach the same
+sum of factors, cross term included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle import Tensor
+
+from paddle_privacy.errors import UnsupportedLayer
+from paddle_privacy.gradients.hooks import tensors
+from paddle_privacy.gradients.probe import Recording, random_state, set_random_state
+from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
+from paddle_privacy.gradients.trial import Strategy, find_strategies, node, reachable
+
+if TYPE_CHECKING:
+    from paddle_privacy.gradients.capture import Capture
+    from paddle_privacy.gradients.entry import Entry
+
+
+class TiedUses:
+    """What each model of one :class:`Capture` reads outside the owners, found once for each structure."""
+
+    def __init__(self, capture: Capture):
+        self._capture = weakref.ref(capture)
+        self._searched: dict[tuple[int, bool], list[frozenset[int]]] = {}
+        self._strategies: dict[tuple[int, bool], dict[int, Strategy]] = {}
+
+    @property
+    def capture(self) -> Capture:
+        capture = self._capture()
+        assert capture is not None
+        return capture
+
+    def begin(self, entry: Entry) -> None:
+        """A forward with gradients begins: stand-ins for what it is known to read."""
+        rows = entry.rows or 1
+        for key, strategy in self._strategies.get(_key(entry), {}).items():
+            if self.capture.trainable(self.capture.parameters[key]):
+                self._install(entry, key, self._stand_in(key, strategy, rows))
+
+    def end(self, entry: Entry, output: Any) -> Any:
+        """The forward is over; may return the output of a repetition in which everything was captured.
+
+        Raises:
+            UnsupportedLayer: a parameter is used outside its owner in a way that cannot be captured.
+        """
+        self._put_back(entry)
+        if output is None or not paddle.is_grad_enabled():
+            return None
+        searched = self._searched.setdefault(_key(entry), [])
+        called = frozenset(entry.called)
+        if any(called <= known for known in searched):
+            return None
+        reached = reachable(list(tensors(output)))
+        found = [key for key, p in self.capture.parameters.items() if self.capture.trainable(p) and node(p) in reached]
+        if found:
+            output = self._again(entry, found)
+        searched.append(called)
+        return output if found else None
+
+    def _again(self, entry: Entry, found: list[int]) -> Any:
+        capture, rows = self.capture, entry.rows or 1
+        known = self._strategies.setdefault(_key(entry), {})
+        keys = [*known, *(key for key in found if key not in known)]
+
+        def run(values: Any) -> list[Tensor]:
+            for key, value in zip(keys, values):
+                self._install(entry, key, value)
+            return list(tensors(self._forward(entry, keep=False)))
+
+        strategies = find_strategies(run, [capture.parameters[key] for key in keys], rows)
+        for key, strategy in zip(keys, strategies):
+            if strategy is None:
+                raise UnsupportedLayer(
+                    f"parameter '{capture.located.names[key]}' is also used outside the layer that owns it, in "
+                    f"'{entry.path}', in a way whose per-sample gradient cannot be told apart; use it there in a "
+                    "product such as paddle.matmul(h, weight, transpose_y=True), or through a layer that owns it"
+                )
+            known[key] = strategy
+        self.begin(entry)
+        return self._forward(entry, keep=True)
+
+    def _forward(self, entry: Entry, keep: bool) -> Any:
+        """The entry's forward again, from the same random state and buffers, with the taps of its layers at work."""
+        running, recording = self.capture.running, entry.recording
+        after = random_state()
+        if recording is not None:
+            set_random_state(recording.random_state)
+            for layer, name, buffer in recording.buffers:
+                layer._buffers[name] = buffer.clone()
+            entry.recording = Recording(recording.wanted) if keep else None
+            if entry.recording is not None:
+                entry.recording.random_state, entry.recording.buffers = recording.random_state, recording.buffers
+        running.depth += 1
+        try:
+            with paddle.enable_grad():
+                return entry.layer.forward(*entry.args, **entry.kwargs)
+        finally:
+            running.depth -= 1
+            if not keep:
+                entry.recording = recording
+                set_random_state(after)
+            self._put_back(entry)
+
+    def _stand_in(self, key: int, strategy: Strategy, rows: int) -> StandIn:
+        capture = self.capture
+        parameter = capture.parameters[key]
+        tap = capture.tap_of(key)
+        if strategy.kind == "expanded":
+            made = expanded(parameter, rows, strategy.axes)
+            tap.keep_own_gradient(capture, made, parameter, rows)
+            return made
+        return stand_in(parameter, tap.on_product(capture, parameter))
+
+    def _install(self, entry: Entry, key: int, value: Tensor) -> None:
+        for owner in self.capture.located.owners:
+            for name, parameter in owner.parameters.items():
+                if id(parameter) == key:
+                    self.capture.replace(owner.layer, name, value)
+                    entry.stood_in.append((owner.layer, name))
+
+    def _put_back(self, entry: Entry) -> None:
+        while entry.stood_in:
+            self.capture.put_back(*entry.stood_in.pop())
+
+
+def _key(entry: Entry) -> tuple[int, bool]:
+    return id(entry.layer), entry.layer.training

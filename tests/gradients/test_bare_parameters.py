@@ -1,0 +1,280 @@
+"""Parameters that a layer uses itself, without a layer around them, against one-by-one autograd."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import nn
+
+from paddle_privacy import UnsupportedLayer
+from paddle_privacy.gradients.bare import BareTap
+from paddle_privacy.gradients.capture import Capture
+from paddle_privacy.gradients.locate import locate
+from tests.gradients.parity import assert_parity, built, captured, projected_loss, randomise, tensor
+
+B = 4
+
+
+def floats(*shape: int, seed: int = 1, batch: int = B):
+    return tensor(np.random.default_rng(seed).standard_normal([batch, *shape]), "float64")
+
+
+class Bare(nn.Layer):
+    """A layer around a function of (layer, x) and parameters of the given shapes, between two ordinary layers."""
+
+    def __init__(self, function, shapes: dict, features: int = 5, **children):
+        super().__init__()
+        self.first = nn.Linear(features, features)
+        self.inner = Owner(function, shapes, children)
+
+    def forward(self, *inputs):
+        x, *rest = inputs
+        return self.inner(self.first(x), *rest)
+
+
+class Owner(nn.Layer):
+    def __init__(self, function, shapes: dict, children: dict):
+        super().__init__()
+        self.function = function
+        for name, shape in shapes.items():
+            setattr(self, name, self.create_parameter(shape))
+        for name, child in children.items():
+            setattr(self, name, child())
+
+    def forward(self, x, *rest, **named):
+        return self.function(self, x, *rest, **named)
+
+
+D = 5
+# name: (function, shapes, children, the strategy expected of each bare parameter)
+CASES = {
+    "matmul": (lambda s, x: paddle.tanh(x @ s.w), {"w": [D, 3]}, {}, {"w": "product"}),
+    "paddle.matmul": (lambda s, x: paddle.matmul(x, s.w), {"w": [D, 3]}, {}, {"w": "product"}),
+    "matmul-transpose_y": (
+        lambda s, x: paddle.matmul(x, s.w, transpose_y=True),
+        {"w": [3, D]},
+        {},
+        {"w": "product"},
+    ),
+    "matmul-T": (lambda s, x: x @ s.w.T, {"w": [3, D]}, {}, {"w": "product"}),
+    "matmul-t": (lambda s, x: x.matmul(s.w.t()), {"w": [3, D]}, {}, {"w": "product"}),
+    "matmul-transpose": (lambda s, x: x.mm(s.w.transpose([1, 0])), {"w": [3, D]}, {}, {"w": "product"}),
+    "matmul-T-transpose_y": (
+        lambda s, x: paddle.matmul(x, s.w.T, transpose_y=True),
+        {"w": [D, 3]},
+        {},
+        {"w": "product"},
+    ),
+    "twice": (lambda s, x: paddle.sin(x @ s.w) @ s.w.T, {"w": [D, 3]}, {}, {"w": "product"}),
+    "low-rank": (lambda s, x: x @ s.a @ s.b * 0.5, {"a": [D, 2], "b": [2, 3]}, {}, {"a": "product", "b": "product"}),
+    "functional-linear": (lambda s, x: F.linear(x, s.w, s.b), {"w": [D, 3], "b": [3]}, {}, None),
+    "in-place-after-product": (lambda s, x: (x @ s.w).add_(x @ s.w), {"w": [D, D]}, {}, {"w": "product"}),
+    "scale": (lambda s, x: x * s.gamma, {"gamma": [D]}, {}, {"gamma": "expanded"}),
+    "scale-and-shift": (
+        lambda s, x: s.gamma * x + s.beta,
+        {"gamma": [D], "beta": [D]},
+        {},
+        {"gamma": "expanded", "beta": "expanded"},
+    ),
+    "scalar": (lambda s, x: x * s.t, {"t": [1]}, {}, {"t": "expanded"}),
+    "cls-token": (
+        lambda s, x: s.mix(paddle.concat([s.cls.expand([x.shape[0], -1, -1]), x], axis=1) + s.pos),
+        {"cls": [1, 1, D], "pos": [1, 4, D]},
+        {"mix": lambda: nn.Linear(D, D)},
+        {"cls": "expanded", "pos": "expanded"},
+    ),
+    "pos-without-leading-one": (lambda s, x: x + s.pos, {"pos": [3, D]}, {}, {"pos": "expanded"}),
+    "pos-sliced": (lambda s, x: x + s.pos[: x.shape[1]], {"pos": [7, D]}, {}, {"pos": "replay"}),
+    "softmax-weights": (
+        lambda s, x: (F.softmax(s.w, axis=0).reshape([3, 1]) * x).sum(axis=1),
+        {"w": [3]},
+        {},
+        {"w": "replay"},
+    ),
+    "einsum": (lambda s, x: paddle.einsum("btd,dp->btp", x, s.w), {"w": [D, 3]}, {}, {"w": "replay"}),
+    "product-and-other-use": (lambda s, x: x @ s.w + s.w.sum(), {"w": [D, 3]}, {}, {"w": "replay"}),
+    "branch-not-taken": (lambda s, x: x * s.a if s.training else x @ s.w, {"a": [D], "w": [D, D]}, {}, None),
+}
+
+
+@pytest.mark.parametrize("positions", [3, B])
+@pytest.mark.parametrize("name", CASES)
+def test_bare_parameters_are_exact(name, positions):
+    # Positions as many as samples: an axis mistaken for the batch would go unnoticed by its length.
+    function, shapes, children, _ = CASES[name]
+    if positions == B and name in ("cls-token", "pos-without-leading-one", "softmax-weights"):
+        shapes = {k: [B + (name == "cls-token") if n in (3, 4) else n for n in v] for k, v in shapes.items()}
+        if name == "cls-token":
+            shapes["cls"] = [1, 1, D]
+        if name == "softmax-weights":
+            pytest.skip("its reshape fixes three positions")
+    model = randomise(built(lambda: Bare(function, shapes, **children), "float64"))
+    assert_parity(model, projected_loss(), [floats(positions, D)], reduction="mean")
+    assert_parity(model, projected_loss(), [floats(positions, D, batch=1)])
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case[3]])
+def test_the_cheapest_way_is_found(name):
+    function, shapes, children, expected = CASES[name]
+    model = randomise(built(lambda: Bare(function, shapes, **children), "float64"))
+    capture = Capture(locate(model.parameters(), model), lambda group: None)
+    model(floats(3, D))
+    (tap,) = [hook for hook in capture._hooks if isinstance(hook, BareTap)]
+    (strategies,) = tap.strategies.values()
+    assert dict(zip(shapes, (s.kind for s in strategies))) == expected
+    capture.remove()
+
+
+def test_two_rank_inputs():
+    model = randomise(built(lambda: Bare(lambda s, x: x * s.g + x @ s.w, {"g": [D], "w": [D, D]}), "float64"))
+    assert_parity(model, projected_loss(), [floats(D)])
+
+
+def test_several_inputs_outputs_and_nested_structures():
+    class Nested(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(D, D)
+            self.w = self.create_parameter([3])
+
+        def forward(self, batch, *, shared):
+            x = self.first(batch["x"])
+            mixed = paddle.einsum("btd,t->bd", x, self.w) * shared
+            return {"a": mixed, "b": [x * self.w.sum(), batch["n"]]}
+
+    class Whole(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.nested = Nested()
+
+        def forward(self, x, y):
+            out = self.nested({"x": x, "n": y}, shared=paddle.arange(D).astype("float64"))
+            return out["a"] + out["b"][0].sum(axis=1) * out["b"][1]
+
+    model = randomise(built(Whole, "float64"))
+    assert_parity(model, projected_loss(), [floats(3, D), floats(1)])
+
+
+class TinyViT(nn.Layer):
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.patches = nn.Conv2D(3, 8, 4, stride=4)
+        self.cls_token = self.create_parameter([1, 1, 8])
+        self.pos_embed = self.create_parameter([1, 5, 8])
+        self.drop = nn.Dropout(dropout)
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout)
+        self.encoder = nn.TransformerEncoder(block, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose([0, 2, 1])
+        x = paddle.concat([self.cls_token.expand([x.shape[0], -1, -1]), x], axis=1) + self.pos_embed
+        return self.head(self.encoder(self.drop(x))[:, 0])
+
+
+def test_vit_without_dropout():
+    model = randomise(built(lambda: TinyViT(0.0), "float64"))
+    assert_parity(model, projected_loss(), [floats(3, 8, 8)], reduction="mean")
+
+
+@pytest.mark.parametrize("build", ["vit", "by-rows"])
+def test_dropout_with_bare_parameters_is_exact_for_what_was_drawn(build):
+    if build == "vit":
+        model = randomise(built(lambda: TinyViT(0.4), "float64"))
+        x = floats(3, 8, 8)
+    else:
+        # A sliced position table cannot be expanded, and dropout cannot be replayed.
+        function = lambda s, x: F.dropout(x + s.pos[:3], 0.4, training=s.training)  # noqa: E731
+        model = randomise(built(lambda: Bare(function, {"pos": [7, D]}), "float64"))
+        x = floats(3, D)
+    loss_fn = projected_loss()
+    parameters = model.parameters()
+    expected = []
+    for i in range(B):
+        paddle.seed(77)
+        grads = paddle.grad([loss_fn(model, x)[i]], parameters, allow_unused=True)
+        expected.append([g.numpy() for g in grads])
+    paddle.seed(77)
+    factors = captured(model, loss_fn, [x])
+    for k, (name, _) in enumerate(model.named_parameters()):
+        wanted = np.stack([row[k] for row in expected])
+        found = factors[name].per_sample().numpy()
+        assert np.abs(found - wanted).max() <= 1e-9 * max(1.0, np.abs(wanted).max()), name
+
+
+def test_trial_and_replay_leave_the_random_state_as_plain_training_would():
+    function = lambda s, x: F.dropout(x, 0.5, training=s.training) + s.pos[:3]  # noqa: E731
+    draws = []
+    for private in (False, True):
+        paddle.seed(3)
+        model = randomise(built(lambda: Bare(function, {"pos": [7, D]}), "float64"))
+        capture = Capture(locate(model.parameters(), model), lambda group: None) if private else None
+        paddle.seed(5)
+        out = model(floats(3, D))
+        out.sum().backward()
+        if capture is not None:
+            capture.finish()
+            capture.remove()
+        draws.append((out.numpy(), paddle.rand([3]).numpy()))
+    np.testing.assert_array_equal(draws[0][0], draws[1][0])
+    np.testing.assert_array_equal(draws[0][1], draws[1][1])
+
+
+def test_a_layer_that_replay_does_not_reproduce_is_refused_with_what_to_do():
+    model = randomise(built(lambda: Bare(lambda s, x: x + s.pos[:3] / x.shape[0], {"pos": [7, D]}), "float64"))
+    with pytest.raises(UnsupportedLayer, match="layer 'inner' .*register one with register_grad_rule"):
+        captured(model, projected_loss(), [floats(3, D)])
+
+
+class TiedModel(nn.Layer):
+    """A language model whose parent multiplies by the embedding's weight."""
+
+    def __init__(self, product, vocabulary: int = 7):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, D)
+        self.mix = nn.Linear(D, D)
+        self.product = product
+
+    def forward(self, ids):
+        return self.product(self, paddle.tanh(self.mix(self.embed(ids))))
+
+
+TIED = {
+    "transpose_y": lambda s, h: paddle.matmul(h, s.embed.weight, transpose_y=True),
+    "T": lambda s, h: h @ s.embed.weight.T,
+    "t()": lambda s, h: h @ s.embed.weight.t(),
+    "functional-linear": lambda s, h: F.linear(h, s.embed.weight.T),
+    "bias-too": lambda s, h: F.linear(h * s.mix.bias, s.embed.weight.T),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_head_that_multiplies_by_the_embedding_carries_the_cross_term(name):
+    ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, 6]))
+    model = randomise(built(lambda: TiedModel(TIED[name]), "float64"))
+    for reduction in ("sum", "mean"):
+        factors = assert_parity(model, projected_loss(), [ids], reduction=reduction)
+        assert set(factors) == {n for n, _ in model.named_parameters()}
+
+
+def test_a_functional_use_that_is_no_product_is_refused():
+    again = lambda s, h: F.embedding(paddle.argmax(h, -1), s.embed.weight)  # noqa: E731
+    model = randomise(built(lambda: TiedModel(again), "float64"))
+    ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, 6]))
+    with pytest.raises(UnsupportedLayer, match="'embed.weight' is also used outside the layer"):
+        captured(model, projected_loss(), [ids])
+    assert not model.embed.weight.stop_gradient
+
+
+def test_no_stand_in_is_left_behind():
+    from paddle_privacy.gradients.stand_in import StandIn
+
+    model = randomise(built(lambda: TinyViT(0.1), "float64"))
+    captured(model, projected_loss(), [floats(3, 8, 8)])
+    assert not any(isinstance(p, StandIn) for p in model.parameters())
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is StandIn]
