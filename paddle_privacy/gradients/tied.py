@@ -18,7 +18,7 @@ from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.hooks import tensors
 from paddle_privacy.gradients.probe import Recording, random_state, set_random_state
 from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
-from paddle_privacy.gradients.trial import Strategy, find_strategies, node, reachable
+from paddle_privacy.gradients.trial import Strategy, find_strategies, used
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -59,8 +59,8 @@ class TiedUses:
         called = frozenset(entry.called)
         if any(called <= known for known in searched):
             return None
-        reached = reachable(list(tensors(output)))
-        found = [key for key, p in self.capture.parameters.items() if self.capture.trainable(p) and node(p) in reached]
+        trained = {key: p for key, p in self.capture.parameters.items() if self.capture.trainable(p)}
+        found = [key for key, hit in zip(trained, used(list(tensors(output)), list(trained.values()))) if hit]
         if found:
             output = self._again(entry, found)
         searched.append(called)

@@ -21,6 +21,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_privacy.gradients.hooks import hooks_paused
 from paddle_privacy.gradients.stand_in import broadcasts, expanded, stand_in
 
 # (values in the parameters' places) -> the layer's output tensors, with the random state as in the first run.
@@ -47,13 +48,13 @@ def find_strategies(run: Run, parameters: Sequence[Tensor], rows: int) -> list[S
     products: set[int] = set()
     stand_ins = [stand_in(p, _noting(products, k)) for k, p in enumerate(parameters)]
     with paddle.enable_grad():
-        reached = reachable(run(stand_ins))
-    found: list[Strategy | None] = []
-    for k, one in enumerate(stand_ins):
-        if any(node(member) in reached for member in one.family()):
-            found.append(None)
-        else:
-            found.append(Strategy("product" if k in products else "unused"))
+        outputs = run(stand_ins)
+    members = [(k, member) for k, one in enumerate(stand_ins) for member in one.family()]
+    reached = {k for (k, _), hit in zip(members, used(outputs, [member for _, member in members])) if hit}
+    del outputs
+    found: list[Strategy | None] = [
+        None if k in reached else Strategy("product" if k in products else "unused") for k in range(len(parameters))
+    ]
     left = [k for k, strategy in enumerate(found) if strategy is None]
     if left and rows > 1:
         with paddle.no_grad():
@@ -72,21 +73,18 @@ def _noting(products: set[int], k: int) -> Callable[[Tensor, Tensor, bool], None
     return note
 
 
-def node(leaf: Tensor) -> int:
-    return leaf.grad_fn.node_ptr()
+def used(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
+    """Which leaves the autograd graph of the outputs reaches.
 
-
-def reachable(outputs: Sequence[Tensor]) -> set[int]:
-    """The autograd nodes below the outputs."""
-    seen: set[int] = set()
-    waiting = [x.grad_fn for x in outputs if not x.stop_gradient]
-    while waiting:
-        function = waiting.pop()
-        if function is None or function.node_ptr() in seen:
-            continue
-        seen.add(function.node_ptr())
-        waiting.extend(function.next_functions)
-    return seen
+    Asked of ``paddle.grad``, which skips what reaches none of them: reading ``Tensor.grad_fn`` would keep the graph
+    alive for ever.
+    """
+    tops = [x for x in outputs if not x.stop_gradient]
+    if not tops or not leaves:
+        return [False] * len(leaves)
+    with hooks_paused():
+        made = paddle.grad(tops, list(leaves), retain_graph=True, allow_unused=True)
+    return [gradient is not None for gradient in made]
 
 
 def _perturbed(parameter: Tensor, seed: int, rows: int | None = None) -> Tensor:

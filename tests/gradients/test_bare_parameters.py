@@ -270,11 +270,25 @@ def test_a_functional_use_that_is_no_product_is_refused():
     assert not model.embed.weight.stop_gradient
 
 
-def test_no_stand_in_is_left_behind():
+@pytest.mark.parametrize("name", ["vit", "cls-token", "pos-sliced", "matmul-T", "tied"])
+def test_nothing_is_left_behind(name):
     from paddle_privacy.gradients.stand_in import StandIn
+    from paddle_privacy.gradients.tap import Call
 
-    model = randomise(built(lambda: TinyViT(0.1), "float64"))
-    captured(model, projected_loss(), [floats(3, 8, 8)])
-    assert not any(isinstance(p, StandIn) for p in model.parameters())
-    gc.collect()
-    assert not [x for x in gc.get_objects() if type(x) is StandIn]
+    def left() -> int:
+        gc.collect()
+        return sum(type(x) in (StandIn, Call) for x in gc.get_objects())
+
+    inputs = floats(3, D)
+    if name == "vit":
+        model, inputs = randomise(built(lambda: TinyViT(0.1), "float64")), floats(3, 8, 8)
+    elif name == "tied":
+        model = randomise(built(lambda: TiedModel(TIED["T"]), "float64"))
+        inputs = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, 6]))
+    else:
+        function, shapes, children, _ = CASES[name]
+        model = randomise(built(lambda: Bare(function, shapes, **children), "float64"))
+    parameters, before = [id(p) for p in model.parameters()], left()
+    captured(model, projected_loss(), [inputs])
+    assert [id(p) for p in model.parameters()] == parameters
+    assert left() == before
