@@ -143,22 +143,41 @@ def calibrate_noise_multiplier(
     def epsilon(sigma: float) -> float:
         return kind._fresh().compose(event(sigma), count).get_epsilon(target_delta, group_size)
 
-    if epsilon(1e-6) <= target_epsilon:
+    if count == 0 or epsilon(1e-6) <= target_epsilon:
         return 1e-6
-    high = 1.0
-    low = 1e-6
+    # The Rényi bound is cheap and never far above: it brackets the answer of a slower accountant.
+    start, factor = 1.0, 2.0
+    if kind.name == "pld":
+        start, factor = _start_from_renyi(event, target_epsilon, target_delta, count, group_size), 1.1
+    low, high = start / factor, start
     while epsilon(high) > target_epsilon:
-        low, high = high, 2 * high
+        low, high = high, factor * high
+        factor *= factor
         if high > 1e12:
             raise ValueError(
                 f"target_epsilon={target_epsilon!r} at target_delta={target_delta!r} is out of reach for {count} steps "
                 "whatever the noise."
             )
-    if high == 1.0:
-        low = 0.5
-        while epsilon(low) <= target_epsilon:
-            low, high = low / 2, low
+    while high == start and epsilon(low) <= target_epsilon:
+        start = high = low
+        low /= factor
     return _shrink(epsilon, target_epsilon, low, high, rtol)
+
+
+def _start_from_renyi(
+    event: Callable[[float], Event], target_epsilon: float, target_delta: float, count: int, group_size: int
+) -> float:
+    try:
+        return calibrate_noise_multiplier(
+            event,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            count=count,
+            group_size=group_size,
+            rtol=1e-2,
+        )
+    except ValueError:
+        return 1.0
 
 
 def _shrink(epsilon: Callable[[float], float], target: float, low: float, high: float, rtol: float) -> float:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from ..errors import UnsupportedEvent
 
@@ -62,7 +62,11 @@ class Event:
         raise TypeError(f"{type(self).__name__} has no relation of its own")
 
     def under(self, relation: str) -> Event:
-        """The same mechanism, with its guarantee asked for under another relation."""
+        """The same mechanism, with its guarantee asked for under another relation.
+
+        Raises:
+            UnsupportedEvent: the mechanism has no bound under ``relation`` (fixed batches under add_or_remove_one).
+        """
         _check_relation(relation)
         changes: dict[str, Any] = {}
         for field in dataclasses.fields(self):
@@ -71,7 +75,13 @@ class Event:
                 changes[field.name] = value.under(relation)
             elif isinstance(value, tuple):
                 changes[field.name] = tuple(item.under(relation) for item in value)
-        return dataclasses.replace(self, **changes)
+        changed = dataclasses.replace(self, **changes)
+        if changed.relation != relation:
+            raise UnsupportedEvent(
+                f"{type(self).__name__} cannot be bounded under {relation!r}: its batches depend on which rows there "
+                f"are; it can be stated under {changed.relation!r}."
+            )
+        return changed
 
     def to_dict(self) -> JsonDict:
         """A JSON-able dict; :meth:`from_dict` restores an equal event."""
@@ -166,7 +176,8 @@ class TruncatedPoisson(Event):
     """Poisson sampling whose batches never exceed ``max_batch_size``: larger ones lose rows uniformly at random.
 
     ``dataset_size`` is the largest number of rows the guarantee covers. The bound is that of Poisson sampling plus
-    the chance that truncation happens at all (Chua et al. 2024, "Scalable DP-SGD", Theorem 3.3).
+    (1 + e^ε) times the chance that truncation ever happens, which is how far the two runs can differ in total variation
+    (as in Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampling").
     """
 
     sample_rate: float
@@ -272,8 +283,6 @@ class SelfComposed(Event):
     def relation(self) -> str:
         return self.event.relation
 
-
-AnyEvent = Union[Gaussian, PoissonSampled, TruncatedPoisson, FixedSize, ShuffledEpoch, Composed, SelfComposed]
 
 _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind

@@ -11,7 +11,6 @@ from .events import (
     Composed,
     Event,
     FixedSize,
-    Gaussian,
     PoissonSampled,
     SelfComposed,
     ShuffledEpoch,
@@ -118,6 +117,3 @@ def gaussian_precision(mechanism: SampledGaussian, count: int, group_size: int) 
     if mechanism.noise_multiplier == 0:
         return math.inf
     return count * (group_size * mechanism.sensitivity / mechanism.noise_multiplier) ** 2
-
-
-__all__ = ["Gaussian", "SampledGaussian", "Truncation", "decompose", "gaussian_precision"]

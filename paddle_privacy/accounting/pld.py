@@ -4,7 +4,7 @@ The privacy loss of (P, Q) is log p/q under P. Losses of composed mechanisms add
 convolution, and δ(ε) = E[(1 - e^{ε-S})₊] + P[S = ∞].
 
 *Pessimistic* grid: the probability of a loss interval [εᵢ, εᵢ₊₁] is split between its ends so that both its P- and its
-Q-mass are kept ("connect the dots", Doroshenko et al. 2022, Theorem 11): the hockey-stick curve of the discrete pair
+Q-mass are kept ("connect the dots", Doroshenko et al. 2022): the hockey-stick curve of the discrete pair
 is the chord of the true one, never below it. *Optimistic* grid: outcomes around a grid point are merged into one that
 has exactly its loss (post-processing).
 

@@ -94,7 +94,7 @@ def log_convex_excess(log1p_u: np.ndarray, orders: np.ndarray) -> np.ndarray:
 
 
 def integer_log_moment(q: float, sigma: float, order: int) -> float:
-    """log Σₖ C(α,k)(1-q)^{α-k} q^k e^{k(k-1)/(2σ²)} (Mironov, Talwar, Zhang 2019, equation 3)."""
+    """log Σₖ C(α,k)(1-q)^{α-k} q^k e^{k(k-1)/(2σ²)} (Mironov, Talwar, Zhang 2019, section 3.3)."""
     k = np.arange(order + 1)
     log_terms = (
         gammaln(order + 1)
