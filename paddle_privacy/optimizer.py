@@ -19,6 +19,7 @@ import paddle
 from paddle import Tensor, nn
 from paddle.optimizer import SGD, Adam, AdamW, Momentum, Optimizer
 
+from paddle_privacy.checkpoint import continue_account
 from paddle_privacy.clipped_sum import ClippedSum
 from paddle_privacy.clipping import Clipping, make_clipping, positive
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
@@ -146,6 +147,7 @@ class PrivateOptimizer(Optimizer):
         self._ledger = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
         self._capture = Capture(located, self._absorb, self._reconcile)
         self._capture.withdraw_published()
+        continue_account(self)
 
     # What the run is
 
@@ -195,18 +197,20 @@ class PrivateOptimizer(Optimizer):
 
     def _reconcile(self, group: Group) -> None:
         """A backward() began: which batch of the sampler is it? Failures are raised by step()."""
+        passes = self.spending.passes_due
         emission = group.emission = self.spending.observe(group.batch or 0)
+        if self.spending.passes_due > passes and self._backwards:
+            self._drop("the loader began a new pass inside one update, in which a row could then be twice")
         if emission is not None:
             batch = (emission.generation, emission.step)
             if self._logical_batch is not None and batch != self._logical_batch and self._backwards:
-                warnings.warn(
-                    "a logical batch was left unfinished; what had been added of it was dropped",
-                    PrivacyWarning,
-                    stacklevel=2,
-                )
-                self._forget_samples()
+                self._drop("a logical batch was left unfinished")
             self._logical_batch = batch
             self._logical_batch_complete = emission.last
+
+    def _drop(self, why: str) -> None:
+        warnings.warn(f"{why}; what had been added before was dropped", PrivacyWarning, stacklevel=2)
+        self._forget_samples()
 
     def _absorb(self, group: Group) -> None:
         """A backward() is over: clip and add its samples. Failures are raised by step()."""

@@ -69,7 +69,7 @@ class Spending:
         self.steps = 0
         self._resolved = False
         self._passes: PassCounter | None = None
-        self._passes_due = 0
+        self.passes_due = 0
         if data_loader is not None:
             self._adopt(detect_sampling(data_loader))
         if data_loader is not None or dataset_size is not None or sampling == "none":
@@ -241,7 +241,7 @@ class Spending:
         """
         self.resolve()
         if self._passes is not None:
-            self._passes_due += self._passes.observe()
+            self.passes_due += self._passes.observe()
         sampler = self._poisson_sampler()
         return sampler.emissions.take(rows) if sampler is not None else None
 
@@ -255,7 +255,7 @@ class Spending:
             assert self.sample_rate is not None
             return PoissonSampled(self.sample_rate, mechanism), 1
         if self.kind == "shuffle":
-            count = self._passes_due if self._passes is not None else int(self.steps % self._steps_a_pass() == 0)
+            count = self.passes_due if self._passes is not None else int(self.steps % self._steps_a_pass() == 0)
             return ShuffledEpoch(mechanism), count
         return mechanism, 1
 
@@ -298,7 +298,7 @@ class Spending:
                         f"budget of {self.max_epsilon:g}; the weights were not touched, so stop training here"
                     )
             self.accountant = after
-        self._passes_due = 0
+        self.passes_due = 0
         self.steps += 1
         return event, count
 

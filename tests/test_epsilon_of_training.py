@@ -314,3 +314,50 @@ def test_ledger_is_written_before_the_weights_move(tmp_path):
         steps = [r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == "step"]
         assert len(steps) == k + 1
         assert steps[-1]["epsilon"] == pytest.approx(unamplified(2.0, k + 1), rel=1e-9)
+
+
+def test_accumulation_across_a_pass_border_does_not_count_a_row_twice():
+    """One row per unit vector: a row that were in the update twice would move its weight by 2C."""
+    data = paddle.io.TensorDataset([np.eye(4, dtype="float32")])
+    loader = DataLoader(data, batch_size=2)
+    net = nn.Linear(4, 1, bias_attr=False)
+    optimizer = pp.DPSGD(
+        1.0,
+        parameters=net,
+        clip_norm=1.0,
+        noise_multiplier=0.0,
+        batch_size=1,
+        loss_reduction="sum",
+        data_loader=loader,
+    )
+    before = net.weight.numpy().ravel()
+    with pytest.warns(pp.PrivacyWarning, match="a new pass inside one update.*dropped"):
+        for _ in range(2):
+            for (x,) in loader:
+                (net(x) * 100).sum().backward()
+        optimizer.step()
+    np.testing.assert_allclose(before - net.weight.numpy().ravel(), [1, 1, 1, 1], rtol=1e-6)
+    assert [count for _, count in optimizer.accountant.history] == [2]
+
+
+def test_a_new_run_on_an_old_ledger_starts_from_what_was_spent(tmp_path):
+    def private(net):
+        return pp.DPSGD(
+            parameters=net.parameters(),
+            learning_rate=0.1,
+            clip_norm=1.0,
+            noise_multiplier=2.0,
+            batch_size=4,
+            sampling="none",
+            target_delta=DELTA,
+            ledger=ledger,
+        )
+
+    net = nn.Linear(4, 3)
+    with pp.Ledger(tmp_path / "ledger.jsonl") as ledger:
+        first = private(net)
+        for _ in range(3):
+            nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
+            first.step()
+    ledger = tmp_path / "ledger.jsonl"
+    assert private(nn.Linear(4, 3)).get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 3), rel=1e-9)
