@@ -12,8 +12,7 @@ import paddle
 from paddle import nn
 from paddle.io import DataLoader, TensorDataset
 
-from paddle_privacy.engine import PrivacyEngine
-from paddle_privacy.validation import ModuleValidator
+from paddle_privacy import ModuleValidator, PrivacyEngine
 
 
 def digits(rows: int, seed: int) -> TensorDataset:
