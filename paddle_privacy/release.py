@@ -13,11 +13,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import PrivacyBudgetExceeded, PrivacyError
+from .gradients.hooks import LayerHooks
 from .ledger import parameter_fingerprint
 from .report import Facts, Tuning, collect, write_report
 from .report.text import text
@@ -122,10 +124,30 @@ def _save_inference_model(model: Any, input_spec: Sequence[Any], prefix: Path) -
     training = model.training
     model.eval()
     try:
-        paddle.jit.save(model, str(prefix), input_spec=list(input_spec))
+        with _without_taps(model):
+            paddle.jit.save(model, str(prefix), input_spec=list(input_spec))
     finally:
         if training:
             model.train()
+
+
+@contextmanager
+def _without_taps(model: Any) -> Iterator[None]:
+    """The model without the optimizer's hooks: they capture gradients, which Paddle's static graph cannot run."""
+    saved = []
+    for layer in model.sublayers(include_self=True):
+        for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
+            before = list(hooks.items())
+            saved.append((hooks, before))
+            for key, hook in before:
+                if isinstance(getattr(hook, "__self__", None), LayerHooks):
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in saved:
+            hooks.clear()
+            hooks.update(before)
 
 
 def _manifest(facts: Facts, folder: Path) -> dict[str, Any]:
