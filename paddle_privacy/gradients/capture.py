@@ -85,6 +85,7 @@ class Capture:
         located: the layers that own the managed parameters.
         on_group: called with each finished :class:`Group`: at the next forward, the next backward or step().
         on_rows: called with each group while its backward runs, once its number of samples is known.
+        for_training: whether an optimizer will step with it, so that an older one over the same parameters cannot.
 
     Raises:
         UnsupportedLayer: a layer with a trainable managed parameter has no gradient rule.
@@ -95,8 +96,10 @@ class Capture:
         located: Located,
         on_group: Callable[[Group], None],
         on_rows: Callable[[Group], None] | None = None,
+        *,
+        for_training: bool = True,
     ):
-        self.located, self.on_group, self.on_rows = located, on_group, on_rows
+        self.located, self.on_group, self.on_rows, self.for_training = located, on_group, on_rows, for_training
         self.parameters = {id(p): p for owner in located.owners for p in owner.parameters.values()}
         self.group: Group | None = None
         self.running = Running()
@@ -121,7 +124,8 @@ class Capture:
             reason = rule.refuses(owner.layer) if rule is not None else None
             if trained and reason is not None:
                 raise UnsupportedLayer(f"layer '{owner.path}' ({type(owner.layer).__name__}): {reason}")
-        claim(self)
+        if self.for_training:
+            claim(self)
         hooks: list[LayerHooks] = [self._tap(owner) for owner in self.located.owners]
         owners = {id(owner.layer) for owner in self.located.owners}
         for root in self.located.roots:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 class _Pause(threading.local):
     depth = 0
+    # The capture whose hooks alone are in force, if any.
+    only: Any = None
 
 
 _pause = _Pause()
@@ -31,9 +33,23 @@ def hooks_paused() -> Iterator[None]:
         _pause.depth -= 1
 
 
+@contextmanager
+def hooks_only_of(capture: Capture) -> Iterator[None]:
+    """In this thread, layers run as if `capture` were the only one on them."""
+    before, _pause.only = _pause.only, capture
+    try:
+        yield
+    finally:
+        _pause.only = before
+
+
 def paused() -> bool:
     """Whether :func:`hooks_paused` is in force in this thread."""
     return _pause.depth > 0
+
+
+def _silent(capture: Capture) -> bool:
+    return _pause.depth > 0 or _pause.only not in (None, capture)
 
 
 class LayerHooks:
@@ -71,11 +87,11 @@ class LayerHooks:
 
     def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         capture = self._capture()
-        return None if capture is None or _pause.depth else self.before(capture, layer, args, kwargs)
+        return None if capture is None or _silent(capture) else self.before(capture, layer, args, kwargs)
 
     def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
         capture = self._capture()
-        return None if capture is None or _pause.depth else self.after(capture, layer, args, kwargs, output)
+        return None if capture is None or _silent(capture) else self.after(capture, layer, args, kwargs, output)
 
     def __deepcopy__(self, memo: dict) -> InertHooks:
         return InertHooks()

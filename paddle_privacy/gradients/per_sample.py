@@ -11,7 +11,7 @@ from paddle import Tensor, nn
 
 from paddle_privacy.gradients.capture import Capture, Group
 from paddle_privacy.gradients.factors import accumulation_dtype, merge
-from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
+from paddle_privacy.gradients.hooks import hooks_only_of, hooks_paused, map_tensors, tensors
 from paddle_privacy.gradients.locate import locate
 
 MODES = ("auto", "microbatch", "vmap")
@@ -56,7 +56,7 @@ def _captured(model: nn.Layer, loss_fn: Callable, inputs: tuple, trained: dict[s
     groups: list[Group] = []
     capture = Capture(locate(trained.values(), model), groups.append, for_training=False)
     try:
-        with capture.alone(), gradients_kept(trained.values()):
+        with hooks_only_of(capture), gradients_kept(trained.values()):
             losses = loss_fn(model, *inputs)
             _check_losses(losses)
             losses.sum().backward()
@@ -134,7 +134,8 @@ def _check_losses(losses: Any, rows: int | None = None) -> None:
 @contextmanager
 def gradients_kept(parameters: Any) -> Iterator[None]:
     """The parameters' ``.grad`` set aside, and put back afterwards."""
-    held = [(p, p.grad) for p in parameters]
+    # Cloned: clearing a gradient frees its memory.
+    held = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
     for p, _ in held:
         p.clear_gradient(False)
     try:

@@ -12,6 +12,7 @@ from paddle import Tensor, nn
 from paddle_privacy.errors import PrivacyError
 from paddle_privacy.gradients.hooks import tensors
 from paddle_privacy.gradients.per_sample import batch_size, per_sample_gradients
+from paddle_privacy.gradients.rules.recurrent import FUSED
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,18 @@ def check_grad_rule(
         raise ValueError("layer has no trainable parameter (stop_gradient=False), so there is nothing to compare")
 
     def loss_fn(model: nn.Layer, *row: Any) -> Tensor:
+        returned = model(*row)
+        # A recurrent layer's final states are functions of the same steps as its output.
+        used = returned[:1] if type(model) in FUSED else returned
         total = None
-        for k, out in enumerate(x for x in tensors(model(*row)) if x.is_floating_point() and not x.stop_gradient):
-            axis = 1 if getattr(model, "time_major", False) else 0
-            # The same weights for every sample, whatever the size of the batch.
-            shape = [1 if n == axis else size for n, size in enumerate(out.shape)]
-            weights = paddle.to_tensor(np.random.RandomState(k).standard_normal(shape), dtype=out.dtype)
-            product = paddle.tanh(out) * weights
-            part = product.moveaxis(axis, 0).reshape([out.shape[axis], -1]).sum(axis=1)
+        for k, out in enumerate(x for x in tensors(used) if x.is_floating_point() and not x.stop_gradient):
+            # The same weights for every sample.
+            weights = np.random.RandomState(k).standard_normal([1, *out.shape[1:]])
+            product = paddle.tanh(out) * paddle.to_tensor(weights, dtype=out.dtype)
+            part = product.reshape([out.shape[0], -1]).sum(axis=1)
             total = part if total is None else total + part
-        assert total is not None
+        if total is None:
+            raise ValueError("layer returns no floating-point tensor that depends on its parameters")
         return total
 
     found = per_sample_gradients(layer, loss_fn, *inputs)

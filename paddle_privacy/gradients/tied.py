@@ -89,13 +89,11 @@ class TiedUses:
         return self._forward(entry, keep=True)
 
     def _forward(self, entry: Entry, keep: bool) -> Any:
-        """The entry's forward again, from the same random state and buffers, with the taps of its layers at work."""
+        """The entry's forward again, from the same random state, with the taps of its layers at work."""
         running, recording = self.capture.running, entry.recording
         after = random_state()
         if recording is not None:
             set_random_state(recording.random_state)
-            for layer, name, buffer in recording.buffers:
-                layer._buffers[name] = buffer.clone()
             entry.recording = Recording(recording.wanted) if keep else None
             if entry.recording is not None:
                 entry.recording.random_state, entry.recording.buffers = recording.random_state, recording.buffers
