@@ -46,13 +46,10 @@ def test_leaves_the_model_and_its_optimizer_alone():
     optimizer = DPSGD(parameters=model, learning_rate=0.1, clip_norm=1.0, noise_multiplier=0.0, batch_size=B)
     cross_entropy(model, x, y).mean().backward()
     optimizer.step()
-    weights = [p.numpy() for p in model.parameters()]
-    model[0].bias.grad = paddle.ones([6], "float64")
+    published = [p.grad.numpy() for p in model.parameters()]
     found = per_sample_gradients(model, cross_entropy, x, y)
-    assert float(model[0].bias.grad.sum()) == 6.0 and model[0].weight.grad is None
-    model[0].bias.clear_gradient()
-    for p, before in zip(model.parameters(), weights):
-        np.testing.assert_array_equal(p.numpy(), before)
+    for p, before in zip(model.parameters(), published):
+        np.testing.assert_array_equal(p.grad.numpy(), before)
     x2, y2 = batch()
     cross_entropy(model, x2, y2).mean().backward()
     optimizer.step()
