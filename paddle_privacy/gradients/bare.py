@@ -13,10 +13,10 @@ from paddle import Tensor, nn
 
 from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.factors import Dense, Factor
-from paddle_privacy.gradients.hooks import hooks_paused, tensors
+from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
 from paddle_privacy.gradients.replay import ForwardAgain, is_random, replay, row_gradients
 from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
-from paddle_privacy.gradients.tap import Call, Tap
+from paddle_privacy.gradients.tap import Call, Tap, own_node
 from paddle_privacy.gradients.trial import Strategy, find_strategies
 
 if TYPE_CHECKING:
@@ -87,11 +87,16 @@ class BareTap(Tap):
     ) -> None:
         bare: Bare = left
         if not bare.replayed:
-            return
+            return None
+        distinct = {id(x): x for x in tensors(output)}
         outputs = [x.detach() for x in tensors(output)]
-        for which, out in enumerate(tensors(output)):
+        positions = {id(x): which for which, x in reversed(list(enumerate(tensors(output))))}
+        replaced = dict(distinct)
+        for key, out in distinct.items():
             if not out.stop_gradient:
-                self._send_back(capture, layer, bare, out, outputs, which)
+                replaced[key] = own_node(out) if len(distinct) > 1 else out
+                self._send_back(capture, layer, bare, replaced[key], outputs, positions[key])
+        return map_tensors(lambda x: replaced[id(x)], output) if len(distinct) > 1 else None
 
     def strategies_for(
         self, layer: nn.Layer, trained: list[tuple[str, Tensor]], forward: ForwardAgain

@@ -54,6 +54,17 @@ class Open(threading.local):
         self.entered: list[Any] = []
 
 
+def own_node(output: Tensor) -> Tensor:
+    """The output as a node of its own in the graph.
+
+    Needed where nothing upstream is trained (a leaf would not bear in-place activations), and where a layer returns
+    several tensors, one of which may be computed from another: a hook must see only what comes from outside.
+    """
+    if output.stop_gradient:
+        output.stop_gradient = False
+    return paddle.assign(output)
+
+
 def positional(layer: nn.Layer, args: tuple, kwargs: dict) -> tuple:
     """The inputs in the order of the forward's signature, however they were passed."""
     if not kwargs:
@@ -153,10 +164,8 @@ class Tap(LayerHooks):
         )
         replaced = {}
         for position, (key, out) in enumerate(distinct.items()):
-            if out.stop_gradient:
-                # Nothing upstream is trained. The copy makes the output a non-leaf, so that in-place activations work.
-                out.stop_gradient = False
-                out = paddle.assign(out)
+            if out.stop_gradient or len(distinct) > 1:
+                out = own_node(out)
             replaced[key] = out
             self._ask(layer, call, out, position, len(distinct))
         return map_tensors(lambda x: replaced[id(x)], output)

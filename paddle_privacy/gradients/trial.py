@@ -79,7 +79,7 @@ def used(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
     Asked of ``paddle.grad``, which skips what reaches none of them: reading ``Tensor.grad_fn`` would keep the graph
     alive for ever.
     """
-    tops = [x for x in outputs if not x.stop_gradient]
+    tops = list({id(x): x for x in outputs if not x.stop_gradient}.values())
     if not tops or not leaves:
         return [False] * len(leaves)
     with hooks_paused():

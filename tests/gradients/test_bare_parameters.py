@@ -159,6 +159,36 @@ def test_several_inputs_outputs_and_nested_structures():
     assert_parity(model, projected_loss(), [floats(3, D), floats(1)])
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_output_computed_from_another_counts_once(dropout):
+    class Pair(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.w = self.create_parameter([7, D])
+
+        def forward(self, x):
+            first = F.dropout(x + self.w[:3], dropout, training=self.training)
+            return first, {"second": paddle.sin(first), "again": first}
+
+    class Whole(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.first, self.pair = nn.Linear(D, D), Pair()
+
+        def forward(self, x):
+            first, rest = self.pair(self.first(x))
+            return first * rest["second"] + rest["again"]
+
+    model, x, loss_fn = randomise(built(Whole, "float64")), floats(3, D), projected_loss()
+    paddle.seed(3)
+    factors = captured(model, loss_fn, [x])
+    for i in range(B):
+        paddle.seed(3)
+        grads = paddle.grad([loss_fn(model, x)[i]], model.parameters())
+        for (name, _), wanted in zip(model.named_parameters(), grads):
+            np.testing.assert_allclose(factors[name].per_sample()[i].numpy(), wanted.numpy(), rtol=1e-9, atol=1e-12)
+
+
 class TinyViT(nn.Layer):
     def __init__(self, dropout: float):
         super().__init__()
