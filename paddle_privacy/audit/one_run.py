@@ -131,11 +131,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def guess_choices(canaries: int) -> list[tuple[int, int]]:
-    """(guessed in, guessed out) to try, fixed before looking: halves of m down to 8, both ends or one of them."""
-    choices, size = [], canaries // 2
-    while size >= 8:
-        choices += [(size, size), (size, 0), (0, size)]
-        size //= 2
+    """(guessed in, guessed out) to try, fixed before looking: the m/2, m/4, … m/32 highest and as many lowest."""
+    choices = [(size, size) for size in (canaries // 2**k for k in range(1, 6)) if size >= 8]
     return choices or [(canaries // 2, canaries // 2)]
 
 
