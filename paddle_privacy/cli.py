@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "export": "paddle_privacy.cli_release",
     "audit": "paddle_privacy.cli_release",
     "selftest": "paddle_privacy.cli_release",
+    "info": "paddle_privacy.info",
 }
 
 

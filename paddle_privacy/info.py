@@ -13,7 +13,7 @@ from .kernels import build, native
 from .version import __version__
 
 
-def info() -> list[tuple[str, str]]:
+def installation() -> list[tuple[str, str]]:
     """Rows ``(name, value)`` for people and bug reports; loads the native operators, and builds them if needed."""
     state = native.state()
     if state.device is None:
@@ -42,9 +42,9 @@ def info() -> list[tuple[str, str]]:
     return rows
 
 
-def print_info() -> None:
-    """Write the rows of :func:`info` to standard output."""
-    rows = info()
+def info() -> None:
+    """What is installed here, and which code does the arithmetic: native operators or the reference path, and why."""
+    rows = installation()
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         sys.stdout.write(f"{name:<{width}}  {value}\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 import paddle
 import pytest
 
-from paddle_privacy.info import info
+from paddle_privacy.info import installation
 from paddle_privacy.kernels import build, native
 from paddle_privacy.noise import NoiseGenerator
 
@@ -106,7 +106,7 @@ def test_no_compiler_serves_the_reference_and_says_why(tmp_path: Path, monkeypat
     x = paddle.zeros([1000])
     NoiseGenerator.seeded(1).add_noise([x], 1.0)
     assert (x.numpy() == NoiseGenerator.seeded(1).standard_normal(1000)).all()
-    assert dict(info())["operators"].startswith("reference path (numpy and Paddle operators): no")
+    assert dict(installation())["operators"].startswith("reference path (numpy and Paddle operators): no")
     monkeypatch.setenv("PADDLE_PRIVACY_EXT", "cpu")
     with pytest.raises(RuntimeError, match="PADDLE_PRIVACY_EXT=cpu asks for native operators, but: n"):
         native._load()
@@ -145,6 +145,6 @@ def test_cuda_needs_a_paddle_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_info_has_no_surprises() -> None:
-    rows = dict(info())
+    rows = dict(installation())
     assert rows["Paddle"].startswith(paddle.__version__)
     assert rows["operators"].startswith(("native for", "reference path"))
