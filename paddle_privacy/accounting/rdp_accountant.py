@@ -189,8 +189,8 @@ def epsilon_curve(event: Event, steps: Sequence[int] | np.ndarray | int, delta: 
         raise ValueError("steps must be >= 0.")
     parts, _ = decompose(event)
     if not all(isinstance(mechanism, SampledGaussian) for mechanism, _ in parts):
-        values = [RDPAccountant().compose(event, int(count)).get_epsilon(delta) for count in counts]
-        return np.asarray(values, dtype=np.float64)
+        one_by_one = [RDPAccountant().compose(event, int(count)).get_epsilon(delta) for count in counts]
+        return np.asarray(one_by_one, dtype=np.float64)
     if not counts.size:
         return np.zeros(0)
     # The best order falls as steps are added: the first and the last count bracket all the others.
@@ -221,8 +221,8 @@ def epsilon_curve(event: Event, steps: Sequence[int] | np.ndarray | int, delta: 
         useful = gain > 3e-6 * np.abs(met)
         if not useful.any():
             break
-        orders = np.append(orders, between[useful])
-        slopes = np.append(slopes, extra[useful])
+        orders = np.concatenate([orders, between[useful]])
+        slopes = np.concatenate([slopes, extra[useful]])
     lines, breaks = _lower_envelope(slopes, intercept(orders))
     chosen = lines[np.searchsorted(breaks, counts)]
     values = rdp_to_epsilon(orders[chosen], counts * slopes[chosen], delta)
