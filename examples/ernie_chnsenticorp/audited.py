@@ -1,0 +1,89 @@
+"""The recipe under attack: are mislabelled reviews recognisable in what it trained?
+
+    paddle-privacy audit examples/ernie_chnsenticorp/audited.py:private --canaries 400 -o audit.json
+    paddle-privacy audit examples/ernie_chnsenticorp/audited.py:non_private --canaries 400
+
+Canaries are reviews of the test file with the wrong label. A coin each decides which of them join the training file;
+then ``train.py`` runs as for anybody, and the model's losses on all canaries are handed to the audit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reviews
+from ernie import encode, load, logits, pad, quiet_import
+
+EPSILON, DELTA = 3.0, 1e-5
+
+
+def private(coins: np.ndarray) -> Any:
+    """The recipe at ε <= 3."""
+    return attacked(coins, ["--epsilon", str(EPSILON), "--delta", str(DELTA)])
+
+
+def non_private(coins: np.ndarray) -> Any:
+    """The same training without clipping and noise, long enough to memorise."""
+    return attacked(coins, ["--non-private", "--epochs", "15"])
+
+
+def attacked(coins: np.ndarray, flags: list[str]) -> Any:
+    """Trains on the mini corpus plus the canaries whose coin is true; returns the scores of all canaries."""
+    from train import main
+
+    from paddle_privacy.audit import ScoredRun, loss_threshold_scores
+
+    data = reviews.load("mini")
+    canaries = [(text, 1 - label) for text, label in distinct(data.test)[: len(coins)]]
+    if len(canaries) < len(coins):
+        raise ValueError(f"canaries is {len(coins)}; the test file has {len(canaries)} different reviews")
+    seen = {text for text, _ in canaries}
+    train_rows = [row for row in data.train if row[0] not in seen]
+    train_rows += [row for row, coin in zip(canaries, coins) if coin]
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, run = Path(folder, "corpus"), Path(folder, "run")
+        corpus.mkdir()
+        for name, rows in (("train", train_rows), ("dev", data.dev), ("test", data.test)):
+            write_tsv(corpus / f"{name}.tsv", rows)
+        if main(["--data", str(corpus), "--output", str(run), *flags]):
+            raise RuntimeError("the recipe did not run; its message is above")
+        losses, _ = scores_of(run / "model", canaries)
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    labels = np.array([label for _, label in canaries])
+    return ScoredRun(
+        {"loss threshold": loss_threshold_scores(losses)},
+        math.inf if summary["epsilon"] is None else summary["epsilon"],
+        DELTA,
+        labels,
+    )
+
+
+def distinct(rows: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return list({text: (text, label) for text, label in rows}.values())
+
+
+def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and class probabilities of each row."""
+    import paddle
+
+    from paddle_privacy.audit import losses_and_probabilities
+
+    with quiet_import():
+        model, tokenizer = load(str(folder), 2, 0.0, folder)
+    ids = encode(tokenizer, [text for text, _ in rows], 48)
+    labels = np.array([label for _, label in rows])
+    batches = [
+        (paddle.to_tensor(pad(ids[start : start + 128], tokenizer.pad_token_id)), labels[start : start + 128])
+        for start in range(0, len(rows), 128)
+    ]
+    return losses_and_probabilities(model, batches, logits)
+
+
+def write_tsv(path: Path, rows: list[tuple[str, int]]) -> None:
+    lines = ["label\ttext_a", *(f"{label}\t{text}" for text, label in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
