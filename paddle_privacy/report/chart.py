@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from .document import Chart
+from .document import Bars, Chart
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 28, 16, 56
@@ -59,6 +59,25 @@ def render_chart(chart: Chart) -> str:
     height = (TOP + HEIGHT - BOTTOM) / 2
     turned = f'x="16" y="{height}" text-anchor="middle" transform="rotate(-90 16 {height})"'
     parts.append(f"<text {turned}>{escape(chart.y_label)}</text>")
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def render_bars(bars: Bars) -> str:
+    """An ``<svg>`` of horizontal bars, the last one (the upper limit) in another colour."""
+    finite = [value for _, value in bars.rows if math.isfinite(value)]
+    longest = max([*finite, 1e-9])
+    row = 56
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {row * len(bars.rows)}" role="img" aria-label="{escape(bars.title)}" class="chart" '
+        'xmlns="http://www.w3.org/2000/svg">'
+    ]
+    for index, (label, value) in enumerate(bars.rows):
+        top = index * row
+        width = max(2.0, (min(value, longest) / longest) * WIDTH)
+        color = STYLES[0][0] if index == len(bars.rows) - 1 else STYLES[1][0]
+        parts.append(f'<text x="0" y="{top + 19}">{escape(label)}</text>')
+        parts.append(f'<rect x="0" y="{top + 26}" width="{width:.1f}" height="14" fill="{color}"/>')
     parts.append("</svg>")
     return "".join(parts)
 

@@ -16,7 +16,8 @@ class Paragraph:
     """``**bold**`` is the only markup."""
 
     text: str
-    warning: bool = False
+    tone: str = ""
+    """"caution" and "warning" are set apart."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,15 @@ class Chart:
     limit: tuple[str, float] | None = None
 
 
-Block = Union[Paragraph, Bullets, Code, Table, Chart]
+@dataclass(frozen=True)
+class Bars:
+    """Lower limits against the upper one, which comes last."""
+
+    title: str
+    rows: tuple[tuple[str, float], ...]
+
+
+Block = Union[Paragraph, Bullets, Code, Table, Chart, Bars]
 
 
 @dataclass
@@ -190,7 +199,7 @@ class _Writer:
             Paragraph(self.say("protected_unit", unit=texts(self.language).get(f"unit: {facts.unit}", facts.unit))),
             Paragraph(self.say(f"relation_{facts.relation}")),
             Paragraph(self.say("guarantee", factor=self.number(factor), delta=self.number(facts.delta))),
-            Paragraph(self.say("noise_seeded"), warning=True) if facts.seeded else Paragraph(self.say("noise_secure")),
+            Paragraph(self.say("noise_seeded"), "warning") if facts.seeded else Paragraph(self.say("noise_secure")),
         ]
         return Section(self.say("protected"), blocks)
 
@@ -273,26 +282,29 @@ class _Writer:
                 }
             ),
         )
-        return Section(self.say("tuning"), [Paragraph(sentence, warning=tuning.method == "none")])
+        return Section(self.say("tuning"), [Paragraph(sentence, "caution" if tuning.method == "none" else "")])
 
     def audit(self) -> Section:
         audit = self.facts.audit
         if audit is None:
             return Section(self.say("audit"))
         blocks: list[Block] = [Paragraph(self.say("audit_note"))]
+        bars = []
+        claimed = audit.get("epsilon", self.facts.epsilon)
+        claimed = math.inf if claimed == "inf" else float(claimed)
         for bound in audit.get("bounds", ()):
-            blocks.append(
-                Paragraph(
-                    f"**{bound['name']}**: "
-                    + self.say(
-                        "audit_bound",
-                        low=f"{bound['epsilon']:.3f}",
-                        confidence=f"{bound['confidence']:.0%}",
-                        canaries=bound["canaries"],
-                        high=self.epsilon(self.facts.epsilon),
-                    )
-                )
+            found = self.say(
+                "audit_bound",
+                low=f"{bound['epsilon']:.3f}",
+                confidence=f"{bound['confidence']:.0%}",
+                canaries=bound["canaries"],
+                high=self.epsilon(claimed),
             )
+            blocks.append(Paragraph(f"**{bound['name']}**: {found}"))
+            bars.append((f"ε̂ ≥ {bound['epsilon']:.3f}, {bound['name']}", bound["epsilon"]))
+        if bars:
+            bars.append((f"ε ≤ {self.epsilon(claimed)}", claimed))
+            blocks.append(Bars(self.say("audit_chart"), tuple(bars)))
         rows = []
         for attack in audit.get("attacks", ()):
             low, high = attack["auc_interval"]
@@ -390,7 +402,7 @@ class _Writer:
                 for found in verification.problems
             )
             if problems:
-                section.blocks += [Paragraph(self.say("problems"), warning=True), Bullets(problems)]
+                section.blocks += [Paragraph(self.say("problems"), "warning"), Bullets(problems)]
             notes = tuple(self.say(note.code, **note.values) for note in verification.notes)
             if notes:
                 section.blocks += [Paragraph(self.say("notes")), Bullets(notes)]

@@ -6,7 +6,7 @@ import re
 from html import escape
 from pathlib import Path
 
-from .chart import legend, render_chart
+from .chart import legend, render_bars, render_chart
 from .document import Document
 
 
@@ -23,6 +23,7 @@ def render_html(document: Document) -> str:
         kind=lambda block: type(block).__name__,
         rich=lambda text: markupsafe.Markup(_rich(text)),
         powers=lambda text: markupsafe.Markup(_powers(escape(text))),
+        bars=lambda block: markupsafe.Markup(render_bars(block)),
         chart=lambda block: markupsafe.Markup(render_chart(block)),
         legend=legend,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .document import Bullets, Chart, Code, Document, Paragraph, Section, Table, number
+from .document import Bars, Bullets, Chart, Code, Document, Paragraph, Section, Table, number
 
 CHART_ROWS = 12
 
@@ -20,15 +20,17 @@ def _section(section: Section) -> list[str]:
     lines = [f"## {section.title}", ""]
     for block in section.blocks:
         if isinstance(block, Paragraph):
-            lines += [("> " if block.warning else "") + block.text, ""]
+            lines += [("> " if block.tone else "") + block.text, ""]
         elif isinstance(block, Bullets):
             lines += [*(f"- {item}" for item in block.items), ""]
         elif isinstance(block, Code):
             lines += ["```", block.text, "```", ""]
         elif isinstance(block, Table):
             lines += _table(block)
-        else:
+        elif isinstance(block, Chart):
             lines += _chart(block)
+        elif isinstance(block, Bars):
+            lines += [f"**{block.title}**", "", *(f"- {label}" for label, _ in block.rows), ""]
     return lines
 
 

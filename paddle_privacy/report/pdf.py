@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from .document import Bullets, Chart, Code, Document, Paragraph, Table
+from .document import Bars, Bullets, Chart, Code, Document, Paragraph, Table
 from .html import render_html
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
@@ -120,8 +121,10 @@ class _Pages:
                     self.write(block.text, size=7, columns=110)
                 elif isinstance(block, Table):
                     self.table(block)
-                else:
+                elif isinstance(block, Chart):
                     self.chart(block)
+                elif isinstance(block, Bars):
+                    self.bars(block)
         self.finish()
 
     def turn(self) -> None:
@@ -187,6 +190,19 @@ class _Pages:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
         self.y += 2.6
+
+    def bars(self, bars: Bars) -> None:
+        self.write(bars.title, weight="bold", keep=0.4 * len(bars.rows))
+        longest = max([value for _, value in bars.rows if math.isfinite(value)] + [1e-9])
+        for label, value in bars.rows:
+            self.write(label, size=8.5)
+            width = max(0.02, min(value, longest) / longest * (_PAGE[0] - 1.6))
+            axes = self.figure.add_axes(
+                (0.8 / _PAGE[0], 1 - (self.y + 0.12) / _PAGE[1], width / _PAGE[0], 0.1 / _PAGE[1])
+            )
+            axes.set_axis_off()
+            axes.axhspan(0, 1, color="steelblue")
+            self.y += 0.2
 
 
 def _wrap(text: str, columns: int) -> list[str]:
