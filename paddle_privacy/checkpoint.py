@@ -28,9 +28,7 @@ import paddle
 from paddle import Tensor, nn
 from paddle.base import unique_name
 
-from paddle_privacy.accounting.events import Event
-from paddle_privacy.errors import LedgerError, PrivacyError
-from paddle_privacy.verify.chain import read_head, read_ledger
+from paddle_privacy.errors import PrivacyError
 
 FORMAT = "paddle-privacy-checkpoint/1"
 MANIFEST = "checkpoint.json"
@@ -68,11 +66,16 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
 
     Args:
         path: created where missing. An earlier checkpoint there stays good until this one is complete.
+        optimizer: under data parallelism rank 0 writes, and the call does nothing on the other ranks, whose state is
+            the same.
         extra: anything JSON can hold, returned by :func:`load_checkpoint`; the epoch number, for one.
 
     Raises:
         TypeError: a part of the state is neither a tensor nor JSON.
     """
+    shared = getattr(optimizer, "_shared", None)
+    if shared is not None and not shared.ranks.leader:
+        return
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     identity = secrets.token_hex(8)
@@ -82,7 +85,6 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
         "parameters": {name: p.name for name, p in model.named_parameters()},
         "optimizer": _strip(optimizer.state_dict(), "", tensors),
         "extra": {} if extra is None else extra,
-        "ledger": _receipt(optimizer),
         "files": {},
     }
     json.dumps(manifest, default=_refuse)  # what JSON cannot hold is refused before a file is written
@@ -114,68 +116,11 @@ def load_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any) -> dict[
     """
     manifest, model_tensors, optimizer_tensors = _read(Path(path))
     _check_fits(manifest, model_tensors, model)
-    lost = _steps_beyond(manifest.get("ledger"), optimizer)
     renamed = {old: dict(model.named_parameters())[name].name for name, old in manifest["parameters"].items()}
     state = _rename(_fill(manifest["optimizer"], optimizer_tensors), renamed, optimizer)
     optimizer.set_state_dict(state)
     model.set_state_dict(model_tensors)
-    for event, count in lost:
-        optimizer.spending.accountant.compose(event, count)
-        optimizer.spending.steps += count
     return manifest["extra"]
-
-
-def continue_account(optimizer: Any) -> None:
-    """Compose what the optimizer's ledger already holds, before its first step: earlier runs saw the same people.
-
-    Nothing to do without a ledger, for a new one, or where the account has begun already.
-    """
-    if not optimizer.accountant.history:
-        for event, count in _steps_beyond("0" if optimizer._ledger is not None else None, optimizer):
-            optimizer.spending.accountant.compose(event, count)
-
-
-def _receipt(optimizer: Any) -> str | None:
-    """How far the optimizer's ledger has got: "<records>:<hash>", "0" before it exists, None without one."""
-    ledger = getattr(optimizer, "_ledger", None)
-    if ledger is None:
-        return None
-    if ledger.is_open:
-        return ledger.receipt
-    return read_ledger(ledger.path).receipt if ledger.path.exists() else "0"
-
-
-def _steps_beyond(receipt: str | None, optimizer: Any) -> list[tuple[Event, int]]:
-    """Steps that the ledger holds and the checkpoint does not."""
-    ledger = getattr(optimizer, "_ledger", None)
-    if receipt is None:
-        return []
-    if ledger is None:
-        raise PrivacyError(
-            "the checkpoint's run kept a privacy ledger, which knows of steps taken after the checkpoint; build the "
-            "optimizer with ledger= and its path"
-        )
-    if not ledger.path.exists():
-        if receipt == "0":
-            return []
-        raise PrivacyError(f"the ledger {ledger.path} of the checkpoint's run is missing; restore it")
-    try:
-        contents = read_ledger(ledger.path, receipt=None if receipt == "0" else receipt)
-    except LedgerError:
-        head = read_head(ledger.path)
-        if receipt == "0" and head is not None and head.records == 0:
-            return []  # killed between making the ledger's files and its first record
-        raise
-    known = int(receipt.partition(":")[0])
-    lost = []
-    with open(ledger.path, "rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                break  # torn, never acknowledged: no update followed
-            record = json.loads(line)
-            if record["kind"] == "step" and record["n"] >= known:
-                lost.append((Event.from_dict(contents.events[record["event_id"]]), 1))
-    return lost
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:

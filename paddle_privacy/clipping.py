@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import Tensor
 
+from paddle_privacy.schedules import Schedule
+
 if TYPE_CHECKING:
     from paddle_privacy.accounting.events import Event
-    from paddle_privacy.noise import NoiseGenerator
 
 
 class Clipping(ABC):
     """Base of all clippings."""
 
     name: str
+    _schedule: Schedule | None = None
 
     @property
     @abstractmethod
@@ -57,9 +59,23 @@ class Clipping(ABC):
 
         return Gaussian(noise_multiplier)
 
-    def after_step(self, norms: Tensor, batch_size: float, noise: NoiseGenerator) -> None:
-        """Called once a step with the norms [rows] of the samples that took part; may release a noisy statistic."""
+    def after_step(self, norms: Tensor, batch_size: float, noised: Callable[[float, float], float]) -> None:
+        """Called once a step with the norms [rows] of the samples that took part; may release a noisy statistic.
+
+        ``noised(value, std)`` is `value` plus N(0, std²); under data parallelism the values of all ranks are added,
+        each of its own rows.
+        """
         return None
+
+    def advance(self, steps: int) -> None:
+        """`steps` steps have been taken: a scheduled bound moves to its next value. Only between updates."""
+        if self._schedule is not None:
+            self.clip_norm = positive("clip_norm", self._schedule(steps))
+
+    @property
+    def schedule_in_words(self) -> str | None:
+        """The schedule of the bound, for reports; ``None`` where it has none."""
+        return None if self._schedule is None else repr(self._schedule)
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": self.name, "clip_norm": self.clip_norm}
@@ -73,7 +89,9 @@ class Clipping(ABC):
             )
         self.clip_norm = state["clip_norm"]
 
-    def __init__(self, clip_norm: float):
+    def __init__(self, clip_norm: float | Schedule):
+        if isinstance(clip_norm, Schedule):
+            self._schedule, clip_norm = clip_norm, clip_norm(0)
         self.clip_norm: Any = positive("clip_norm", clip_norm)
 
 
@@ -194,6 +212,10 @@ class AdaptiveClipping(Clipping):
         learning_rate: float = 0.2,
         count_noise: float | None = None,
     ):
+        if isinstance(clip_norm, Schedule):
+            raise ValueError(
+                "clip_norm of adaptive clipping moves by itself; give the number to start from, not a schedule"
+            )
         super().__init__(clip_norm)
         if not 0 < quantile < 1:
             raise ValueError(f"quantile must be in (0, 1), found {quantile!r}")
@@ -214,10 +236,10 @@ class AdaptiveClipping(Clipping):
             raise ValueError("count_noise is not known before batch_size is; the optimizer sets it")
         return Composed((Gaussian(noise_multiplier), Gaussian(2.0 * self.count_noise)))
 
-    def after_step(self, norms: Tensor, batch_size: float, noise: NoiseGenerator) -> None:
+    def after_step(self, norms: Tensor, batch_size: float, noised: Callable[[float, float], float]) -> None:
         assert self.count_noise is not None
         centred = float((norms <= self.clip_norm).astype("float64").sum()) - 0.5 * norms.shape[0]
-        noisy = centred + self.count_noise * float(noise.standard_normal([1])[0])
+        noisy = noised(centred, self.count_noise)
         # Divided by the public batch size: the realised one is secret.
         fraction = noisy / batch_size + 0.5
         self.clip_norm *= math.exp(-self.learning_rate * (fraction - self.quantile))

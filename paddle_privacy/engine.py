@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import paddle.distributed as dist
 from paddle import nn
-from paddle.io import DataLoader
+from paddle.io import DataLoader, DistributedBatchSampler
 from paddle.optimizer import Optimizer
 
 from paddle_privacy.accounting import get_accountant
-from paddle_privacy.checkpoint import PathLike, continue_account, load_checkpoint, save_checkpoint
+from paddle_privacy.checkpoint import PathLike, load_checkpoint, save_checkpoint
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.noise import NoiseGenerator
 from paddle_privacy.optimizer import PrivateOptimizer, dp_optimizer
@@ -64,7 +65,9 @@ class PrivacyEngine:
             noise_multiplier: σ; the noise on the sum of clipped gradients is N(0, σ²C²).
             max_grad_norm: C (a list of bounds for ``clipping="per_layer"``).
             poisson_sampling: return a loader over the same data set that draws Poisson batches, as many an epoch as
-                the given one has. False keeps the given loader, and accounts without amplification by sampling.
+                the given one has. Under ``paddle.distributed`` each rank draws its share of them: B is that of all
+                ranks (a ``DistributedBatchSampler``'s batch size times the number of ranks). False keeps the given
+                loader, and accounts without amplification by sampling.
             max_physical_batch_size: split each logical batch into pieces of at most so many rows. The loop stays as it
                 is; ``optimizer.step()`` updates on the last piece of a logical batch and is counted once.
             clipping, loss_reduction, epochs, target_delta, max_epsilon, ledger, generator, secure: as in
@@ -143,7 +146,8 @@ class PrivacyEngine:
             raise PrivacyError("optimizer is private already; give make_private() a plain Paddle optimizer")
         ModuleValidator.validate(module, strict=True)
         _check_owned(module, optimizer)
-        scheme = detect_sampling(data_loader)
+        scheme = _share_of_rows(data_loader) if poisson_sampling else None
+        scheme = scheme or detect_sampling(data_loader)
         if poisson_sampling:
             loader: DataLoader = poisson_loader(data_loader, scheme, max_physical_batch_size)
             batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
@@ -171,7 +175,6 @@ class PrivacyEngine:
             **privacy,
         )
         assert isinstance(optimizer, PrivateOptimizer)
-        continue_account(optimizer)
         self._optimizers.append(optimizer)
         return module, optimizer, loader
 
@@ -252,10 +255,10 @@ def poisson_loader(
             f"data_loader takes {scheme.num_rows} of the {rows} rows of its data set, Poisson sampling would take all; "
             "put paddle.io.Subset around the data set instead"
         )
-    if getattr(scheme.sampler, "nranks", 1) > 1:
+    if scheme.ranks not in (1, dist.get_world_size() if dist.is_initialized() else 1):
         raise PrivacyError(
-            "data_loader shares its rows among several processes; build a PoissonBatchSampler over all rows on each "
-            "rank instead"
+            f"data_loader shares its rows among {scheme.ranks} ranks, which are not those of paddle.distributed; call "
+            "paddle.distributed.init_parallel_env() before building it"
         )
     assert scheme.batch_size is not None
     sampler = PoissonBatchSampler(
@@ -265,6 +268,19 @@ def poisson_loader(
         max_physical_batch_size=max_physical_batch_size,
     )
     return PoissonDataLoader(data_loader, sampler)
+
+
+def _share_of_rows(data_loader: DataLoader) -> SamplingScheme | None:
+    """How Paddle's DistributedBatchSampler deals out the rows; None for other samplers.
+
+    A Poisson sampler replaces it, so the rows that it repeats to fill the last share do not matter.
+    """
+    sampler = data_loader.batch_sampler
+    if type(sampler) is not DistributedBatchSampler:
+        return None
+    rows, size = len(data_loader.dataset), sampler.batch_size * sampler.nranks
+    reason = f"DistributedBatchSampler over {sampler.nranks} rank(s)"
+    return SamplingScheme("shuffle", rows, min(size, rows), -(-rows // size), sampler.drop_last, reason, sampler)
 
 
 class _AlreadyConstructed(Optimizer):

@@ -19,16 +19,18 @@ import paddle
 from paddle import Tensor, nn
 from paddle.optimizer import SGD, Adam, AdamW, Momentum, Optimizer
 
-from paddle_privacy.checkpoint import continue_account
 from paddle_privacy.clipped_sum import ClippedSum
 from paddle_privacy.clipping import Clipping, make_clipping, positive
+from paddle_privacy.distributed.step import SharedStep, join_ranks, rank_noise, same_group
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.gradients.capture import Capture, Group
 from paddle_privacy.gradients.guard import refuse_other_gradients
 from paddle_privacy.gradients.locate import locate
 from paddle_privacy.kernels.fused_update import fused_update
-from paddle_privacy.ledger import Ledger, environment
+from paddle_privacy.ledger import Ledger, environment, parameter_fingerprint
 from paddle_privacy.noise import NoiseGenerator
+from paddle_privacy.resume import continue_account, ledger_receipt, steps_beyond
+from paddle_privacy.schedules import Schedule
 from paddle_privacy.spending import SAMPLINGS, PrivacySpent, Spending
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -42,7 +44,8 @@ class PrivateOptimizer(Optimizer):
 
     Args:
         clip_norm: C, the bound on each sample's gradient L2 norm (a list of bounds for ``clipping="per_layer"``).
-        noise_multiplier: σ; the noise on the *sum* of clipped gradients is N(0, σ²C²) in every coordinate.
+        noise_multiplier: σ; the noise on the *sum* of clipped gradients is N(0, σ²C²) in every coordinate. Like
+            `clip_norm`, a number or a :class:`~paddle_privacy.schedules.Schedule`.
         batch_size: expected batch size; the public divisor of the noisy sum (never the realised size).
         epochs: planned epochs, for calibration and reports.
         dataset_size: N, the number of training rows.
@@ -75,7 +78,7 @@ class PrivateOptimizer(Optimizer):
         *args: Any,
         clip_norm: Any = None,
         batch_size: float,
-        noise_multiplier: float | None = None,
+        noise_multiplier: float | Schedule | None = None,
         epochs: float | None = None,
         dataset_size: int | None = None,
         data_loader: Any = None,
@@ -107,7 +110,7 @@ class PrivateOptimizer(Optimizer):
         made_clipping = make_clipping(clipping, clip_norm, batch_size)
         if noise_multiplier and not math.isfinite(made_clipping.sensitivity):
             raise ValueError("clip_norm must be finite where there is noise: an unbounded gradient cannot be hidden")
-        noise = _noise(generator, secure)
+        noise = rank_noise(_noise(generator, secure))
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
         if bound.arguments.get("grad_clip") is not None:
             raise ValueError(
@@ -147,7 +150,10 @@ class PrivateOptimizer(Optimizer):
         self._ledger = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
         self._capture = Capture(located, self._absorb, self._reconcile)
         self._capture.withdraw_published()
+        self._updating = False
+        self._shared: SharedStep | None = None
         continue_account(self)
+        self._shared = join_ranks(self)
 
     # What the run is
 
@@ -184,13 +190,16 @@ class PrivateOptimizer(Optimizer):
             "sampler": scheme.reason if scheme is not None else None,
             "sample_rate": spending.sample_rate if spending.kind == "poisson" else None,
             "noise_multiplier": spending.noise_multiplier,
+            "noise_schedule": spending.noise_schedule,
             "clip_norm": self.clip_norm,
+            "clip_schedule": self.clipping.schedule_in_words,
             "clipping": self.clipping.name,
             "loss_reduction": self.loss_reduction,
             "noise": self.noise.describe(),
             "epochs": spending.epochs,
             "delta": spending.target_delta,
             "accountant": spending.accountant.name,
+            "world_size": self._shared.ranks.world if self._shared is not None else 1,
         }
 
     # Samples arrive
@@ -235,19 +244,17 @@ class PrivateOptimizer(Optimizer):
             PrivacyError: the samples' gradients were not all captured; the weights have not been touched.
             PrivacyBudgetExceeded: ε would pass the budget; the weights have not been touched.
         """
+        same_group(self._shared)
         try:
-            self._capture.finish()
-        except BaseException:
-            self._forget_samples()
+            ready = self._ready()
+        except Exception as failure:
+            if self._shared is not None:
+                self._shared.report(failure)
             raise
-        if not self._logical_batch_complete:
+        if not ready:
             return
-        refuse_other_gradients(self._capture, _distinct(self._parameter_list))
-        if not self._backwards:
-            raise PrivacyError(
-                "step() without a backward() through the layers that own this optimizer's parameters; call "
-                "loss.backward() first, and check that the model in use is the one whose parameters the optimizer holds"
-            )
+        if self._shared is not None:
+            self._agree(self._shared)
         event, count = self.spending.charge()
         self._record(event, count)
         if self._clipped_sum.non_finite:
@@ -258,10 +265,44 @@ class PrivateOptimizer(Optimizer):
             )
         sums = self._clipped_sum.take()
         self.last_norms = self._clipped_sum.norms
-        std = self.spending.require_noise_multiplier() * self.clipping.sensitivity if self.noise_multiplier else 0.0
+        sigma = self.spending.charged_noise_multiplier
+        std = sigma * self._clipped_sum.sensitivity if sigma else 0.0
         self._forget_samples()
+        if self._shared is not None:
+            sums, std = self._shared.noised_total(sums, std, self.noise), 0.0
         self._update(sums, std)
-        self.clipping.after_step(self.last_norms, self.batch_size, self.noise)
+        self.clipping.after_step(self.last_norms, self.batch_size, self._noised)
+        self.clipping.advance(self.spending.steps)
+
+    def _ready(self) -> bool:
+        """Whether the samples of one update are in; raises what went wrong on the way."""
+        try:
+            self._capture.finish()
+        except BaseException:
+            self._forget_samples()
+            raise
+        if not self._logical_batch_complete:
+            return False
+        refuse_other_gradients(self._capture, _distinct(self._parameter_list))
+        if not self._backwards:
+            raise PrivacyError(
+                "step() without a backward() through the layers that own this optimizer's parameters; call "
+                "loss.backward() first, and check that the model in use is the one whose parameters the optimizer holds"
+            )
+        return True
+
+    def _agree(self, shared: SharedStep) -> None:
+        try:
+            shared.agree(self)
+        except BaseException:
+            self._forget_samples()
+            raise
+
+    def _noised(self, value: float, std: float) -> float:
+        """A statistic of the samples plus N(0, std²); over all ranks where there are several."""
+        if self._shared is not None:
+            return self._shared.noised_number(value, std, self.noise)
+        return value + std * float(self.noise.standard_normal([1])[0])
 
     def _update(self, sums: list[Tensor], std: float) -> None:
         """Noise of standard deviation `std`, division by the public batch size, and Paddle's update.
@@ -278,30 +319,46 @@ class PrivateOptimizer(Optimizer):
         for parameter, noisy in zip(parameters, sums):
             parameter.grad = noisy.scale_(1.0 / divisor).astype(parameter.dtype)
         self._capture.published = True
-        super().step()
+        self._updating = True
+        try:
+            super().step()
+        finally:
+            self._updating = False
+
+    def _apply_optimize(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._updating:
+            raise PrivacyError(
+                "something around this optimizer (a sharding wrapper, for one) called Paddle's update itself, on "
+                "gradients that are neither clipped nor noised; call the private optimizer's own step()"
+            )
+        return super()._apply_optimize(*args, **kwargs)
 
     def _record(self, event: Any, count: int) -> None:
-        """Makes the spend durable before the noisy update exists (write-ahead)."""
+        """Makes the spend durable before the noisy update exists (write-ahead). The ledger's one writer is rank 0."""
         if self._ledger is None:
             return
+        if self._shared is None:
+            self._append(self._ledger, event, count)
+            return
+        try:
+            if self._shared.ranks.leader:
+                self._append(self._ledger, event, count)
+        except Exception as failure:
+            self._shared.confirm_record(failure)
+            raise
+        self._shared.confirm_record(None)
+
+    def _append(self, ledger: Ledger, event: Any, count: int) -> None:
         from paddle_privacy.accounting.events import SelfComposed
 
-        if not self._ledger.is_open:
-            self._ledger.open({**environment(), **self.privacy_statement(), "model_fingerprint": self._fingerprint()})
+        if not ledger.is_open:
+            trained = [p for p in self._clipped_sum.parameters if not p.stop_gradient]
+            fingerprint = parameter_fingerprint(trained)
+            ledger.open({**environment(), **self.privacy_statement(), "model_fingerprint": fingerprint})
         delta = self.spending.target_delta
         epsilon = self.spending.spent(delta).epsilon if delta is not None else None
         charged = event if count == 1 else SelfComposed(event, count)
-        self._ledger.append(charged.to_dict(), epsilon, self.spending.steps)
-
-    def _fingerprint(self) -> str:
-        """Names, shapes and dtypes of the trained parameters, hashed; no weights."""
-        import hashlib
-
-        names = self._capture.located.names
-        lines = [
-            f"{names[id(p)]} {list(p.shape)} {p.dtype}" for p in self._clipped_sum.parameters if not p.stop_gradient
-        ]
-        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+        ledger.append(charged.to_dict(), epsilon, self.spending.steps)
 
     # Paddle's other ways to a step
 
@@ -342,14 +399,21 @@ class PrivateOptimizer(Optimizer):
         No noise key is part of it: a resumed run draws fresh noise.
         """
         state = super().state_dict()
-        state[_STATE_KEY] = {"spending": self.spending.state_dict(), "clipping": self.clipping.state_dict()}
+        state[_STATE_KEY] = {
+            "spending": self.spending.state_dict(),
+            "clipping": self.clipping.state_dict(),
+            "ledger": ledger_receipt(self),
+        }
         return state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` saved; ε continues where the saved run stopped.
 
+        Steps that the run's ledger holds beyond the saved state are added: their weights are lost, their spend is not.
+
         Raises:
             ValueError: the state lacks the accountant (it was saved by a plain optimizer), or does not fit this run.
+            PrivacyError: the saved run kept a ledger that this optimizer does not continue.
         """
         state = dict(state_dict)
         private = state.pop(_STATE_KEY, None)
@@ -358,8 +422,13 @@ class PrivateOptimizer(Optimizer):
                 "state_dict has no 'paddle_privacy' entry, so what earlier steps spent is unknown; load the state of a "
                 "private optimizer"
             )
+        lost = steps_beyond(private.get("ledger") or ("0" if self._ledger is not None else None), self)
         self.clipping.load_state_dict(private["clipping"])
         self.spending.load_state_dict(private["spending"])
+        self.clipping.advance(self.spending.steps)
+        for event, count in lost:
+            self.spending.accountant.compose(event, count)
+            self.spending.steps += count
         self._capture.discard()
         self._forget_samples()
         super().set_state_dict(state)
@@ -369,6 +438,8 @@ class PrivateOptimizer(Optimizer):
     def detach(self) -> None:
         """Takes all hooks off the model. The optimizer cannot step afterwards."""
         self._capture.remove()
+        if self._shared is not None:
+            self._shared.remove_hooks()
 
 
 Wrapped = TypeVar("Wrapped", bound=Optimizer)
@@ -477,7 +548,7 @@ def _check_arguments(
     if (noise_multiplier is None) == (target_epsilon is None):
         found = "neither" if noise_multiplier is None else "both"
         raise ValueError(f"give exactly one of noise_multiplier and target_epsilon, found {found}")
-    if noise_multiplier is not None:
+    if noise_multiplier is not None and not isinstance(noise_multiplier, Schedule):
         if isinstance(noise_multiplier, bool) or not isinstance(noise_multiplier, (int, float)):
             raise TypeError(f"noise_multiplier must be a number >= 0, found {noise_multiplier!r}")
         if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):

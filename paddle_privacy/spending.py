@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from paddle_privacy.accounting import get_accountant, get_noise_multiplier
 from paddle_privacy.accounting.events import Composed, Event, PoissonSampled, ShuffledEpoch
 from paddle_privacy.clipping import Clipping
+from paddle_privacy.distributed.ranks import current_ranks
 from paddle_privacy.errors import PrivacyBudgetExceeded, PrivacyError, PrivacyWarning
 from paddle_privacy.sampling import Emission, PassCounter, SamplingScheme, detect_sampling, find_live_loader
+from paddle_privacy.schedules import Schedule
 
 SAMPLINGS = ("auto", "poisson", "shuffle", "none")
 _DELTA_OF_HINTS = 1e-5
@@ -34,7 +36,7 @@ class Spending:
     Args:
         clipping: describes one noisy step as a mechanism.
         batch_size: expected rows of a logical batch, and the public divisor.
-        noise_multiplier: σ, or ``None`` to calibrate it for `target_epsilon` over `epochs`.
+        noise_multiplier: σ, a schedule of it, or ``None`` to calibrate it for `target_epsilon` over `epochs`.
         accountant, epochs, dataset_size, data_loader, sampling, target_epsilon, target_delta, max_epsilon: as in
             :class:`paddle_privacy.DPSGD`.
 
@@ -47,7 +49,7 @@ class Spending:
         *,
         clipping: Clipping,
         batch_size: float,
-        noise_multiplier: float | None,
+        noise_multiplier: float | Schedule | None,
         accountant: Any,
         epochs: float | None,
         dataset_size: int | None,
@@ -58,7 +60,13 @@ class Spending:
         max_epsilon: float | None,
     ):
         self.clipping, self.batch_size, self.epochs = clipping, batch_size, epochs
-        self.noise_multiplier, self.sampling = noise_multiplier, sampling
+        self._schedule = noise_multiplier if isinstance(noise_multiplier, Schedule) else None
+        # σ of the coming step; of the step that was charged last.
+        self.noise_multiplier: float | None = (
+            noise_multiplier(0) if isinstance(noise_multiplier, Schedule) else noise_multiplier
+        )
+        self.charged_noise_multiplier = 0.0
+        self.sampling = sampling
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         # A σ calibrated for a plan keeps the plan's ε: training on would pass it.
         self.max_epsilon = max_epsilon if max_epsilon is not None else target_epsilon
@@ -67,6 +75,8 @@ class Spending:
         self.scheme: SamplingScheme | None = None
         self.kind: str | None = None
         self.steps = 0
+        ranks = current_ranks()
+        self.world = 1 if ranks is None else ranks.world
         self._resolved = False
         self._passes: PassCounter | None = None
         self.passes_due = 0
@@ -87,6 +97,13 @@ class Spending:
             raise ValueError(
                 f"batch_size={self.batch_size:g} but the Poisson sampler expects {scheme.batch_size:g} rows a batch; "
                 "the divisor of the noisy sum must be the expected batch size"
+            )
+        if scheme.ranks != self.world and (scheme.kind != "unknown" or self.sampling == "auto"):
+            raise PrivacyError(
+                f"the data loader shares its rows among {scheme.ranks} rank(s) and the run has {self.world}, so a row "
+                "could be used by several of them in one step; use a PoissonBatchSampler or a DistributedBatchSampler, "
+                "built after paddle.distributed.init_parallel_env(). Where every rank's data set has rows of its own, "
+                "leave data_loader out and pass dataset_size=N (all ranks together) and sampling='shuffle'"
             )
         self.scheme = scheme
         self.num_rows = scheme.num_rows if scheme.num_rows is not None else self.num_rows
@@ -157,7 +174,7 @@ class Spending:
         if self._resolved:
             return
         self._resolved = True
-        if self.scheme is None:
+        if self.scheme is None and (self.world == 1 or self.sampling == "auto"):
             live = find_live_loader()
             scheme = detect_sampling(live) if live is not None else None
             # Another N: somebody else's loader, which says nothing about the training rows.
@@ -165,6 +182,11 @@ class Spending:
                 self._adopt(scheme)
                 if self.kind is not None:
                     self._decide()
+        if self.scheme is None and self.world > 1:
+            _warn(
+                f"no data loader is known, so it is assumed that no row is on two of the {self.world} ranks in one "
+                "step; pass data_loader=loader, and the library checks it"
+            )
         if self.kind is not None:
             return
         self._decide()
@@ -247,7 +269,8 @@ class Spending:
 
     def _due(self) -> tuple[Event, int]:
         """The event of the coming step, and how often it is composed."""
-        mechanism = self.clipping.mechanism(self.require_noise_multiplier())
+        sigma = self.require_noise_multiplier()
+        mechanism = self.clipping.mechanism(sigma)
         if self.kind == "poisson":
             sampler = self._poisson_sampler()
             if sampler is not None:
@@ -256,6 +279,12 @@ class Spending:
             return PoissonSampled(self.sample_rate, mechanism), 1
         if self.kind == "shuffle":
             count = self.passes_due if self._passes is not None else int(self.steps % self._steps_a_pass() == 0)
+            if count and self._schedule is not None:
+                # A row may take part in any step of the pass.
+                steps = self._steps_a_pass() if self.scheme is None else self.scheme.steps_per_epoch
+                assert steps is not None
+                sigma = min(self._schedule(step) for step in range(self.steps, self.steps + steps))
+                mechanism = self.clipping.mechanism(sigma)
             return ShuffledEpoch(mechanism), count
         return mechanism, 1
 
@@ -299,8 +328,20 @@ class Spending:
                     )
             self.accountant = after
         self.passes_due = 0
-        self.steps += 1
+        self.charged_noise_multiplier = self.require_noise_multiplier()
+        self._at(self.steps + 1)
         return event, count
+
+    def _at(self, steps: int) -> None:
+        """`steps` steps have been taken."""
+        self.steps = steps
+        if self._schedule is not None:
+            self.noise_multiplier = self._schedule(steps)
+
+    @property
+    def noise_schedule(self) -> str | None:
+        """The schedule in words, for reports; ``None`` where σ is constant."""
+        return None if self._schedule is None else repr(self._schedule)
 
     def spent(self, delta: float | None) -> PrivacySpent:
         """(ε, δ) of all steps so far. 0 before the first."""
@@ -326,7 +367,8 @@ class Spending:
         accountant = self.accountant.copy()
         accountant.load_state_dict(state["accountant"])
         self.accountant = accountant
-        self.noise_multiplier, self.steps = state["noise_multiplier"], int(state["steps"])
+        self.noise_multiplier = state["noise_multiplier"]
+        self._at(int(state["steps"]))
 
 
 def _warn(message: str) -> None:

@@ -51,6 +51,13 @@ class SamplingScheme:
     sampler: Any
 
     @property
+    def ranks(self) -> int:
+        """Among how many processes the sampler shares the rows, each row to one of them."""
+        if isinstance(self.sampler, PoissonBatchSampler):
+            return self.sampler.num_replicas
+        return self.sampler.nranks if type(self.sampler) is DistributedBatchSampler else 1
+
+    @property
     def sample_rate(self) -> float | None:
         """batch_size / N (never 1 / len(loader)), or None where either is unknown."""
         if self.num_rows is None or self.batch_size is None:
@@ -88,7 +95,8 @@ def detect_sampling(data_loader: Any) -> SamplingScheme:
             sampler.batch_size,
             sampler.steps,
             False,
-            f"PoissonBatchSampler, every row with probability {sampler.sample_rate:g}",
+            f"PoissonBatchSampler, every row with probability {sampler.sample_rate:g}"
+            + (f", shared among {sampler.num_replicas} ranks" if sampler.num_replicas > 1 else ""),
             sampler,
         )
     kind = type(sampler)

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
+import paddle.distributed as dist
 from paddle.io import BatchSampler, IterableDataset
 
 from paddle_privacy.errors import PrivacyWarning
@@ -43,8 +44,12 @@ class PoissonBatchSampler(BatchSampler):
         max_physical_batch_size: split each logical batch into pieces of at most so many rows.
         micro_batches: split each logical batch into exactly so many pieces, for loops that step after a fixed
             number of ``backward()`` calls (gradient accumulation). ``batch_size`` is that of the whole.
+        num_replicas, rank: the processes of a data-parallel run, and which of them this is; by default those of
+            ``paddle.distributed``, where that is initialised. Each rank draws from its own share of the rows (rank,
+            rank + num_replicas, …) at the rate q, so that all ranks together draw a Poisson batch over all N rows.
+            ``batch_size``, N and the rate are those of all ranks together; ``max_physical_batch_size`` is a rank's own.
         seed: for tests only. Whoever knows it knows who was in which batch, and the sampling no longer amplifies
-            privacy. Iterations still differ from each other.
+            privacy. Iterations and ranks still differ from each other.
 
     An empty draw yields ``[0]``: the loop needs no special case, and :attr:`emissions` tells the optimizer to give
     that row weight zero. A loop that may skip batches takes them from a
@@ -72,6 +77,8 @@ class PoissonBatchSampler(BatchSampler):
         steps: int | None = None,
         max_physical_batch_size: int | None = None,
         micro_batches: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         seed: int | None = None,
     ) -> None:
         self.num_rows = _count_rows(dataset, num_rows)
@@ -86,6 +93,7 @@ class PoissonBatchSampler(BatchSampler):
             else _at_least_one("max_physical_batch_size", max_physical_batch_size)
         )
         self.micro_batches = None if micro_batches is None else _at_least_one("micro_batches", micro_batches)
+        self.num_replicas, self.rank = _replicas(num_replicas, rank)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
             raise ValueError(f"seed must be a non-negative integer or None, got {seed!r}")
         if seed is not None:
@@ -107,6 +115,11 @@ class PoissonBatchSampler(BatchSampler):
 
         return PoissonSampled(self.sample_rate, mechanism)
 
+    @property
+    def _own_rows(self) -> int:
+        """How many of the N rows are this rank's."""
+        return len(range(self.rank, self.num_rows, self.num_replicas))
+
     def __len__(self) -> int:
         return self.steps * (self.micro_batches or 1)
 
@@ -114,11 +127,11 @@ class PoissonBatchSampler(BatchSampler):
         # Not a generator function: the generation has to begin here and not at the first `next`, which the
         # loader's reader thread runs later.
         generation, _ = self.emissions.restart()
-        return self._emit(generation, _words(self.seed, generation))
+        return self._emit(generation, _words(self.seed, generation, self.rank))
 
     def _emit(self, generation: int, words: _Words) -> Iterator[list[int]]:
         for step in range(self.steps):
-            rows = poisson_rows(self.num_rows, self.sample_rate, words)
+            rows = poisson_rows(self._own_rows, self.sample_rate, words) * self.num_replicas + self.rank
             pieces = self._split(rows.tolist())
             for i, piece in enumerate(pieces):
                 self.emissions.record(Emission(len(piece), not piece, i + 1 == len(pieces), generation, step))
@@ -141,7 +154,7 @@ def poisson_rows(num_rows: int, sample_rate: float, words: _Words) -> np.ndarray
     ``words(k)`` gives k independent uniform 64-bit words. Expected cost and memory O(sample_rate * num_rows).
     Each row joins with a probability within ``(1 - 2^-31, 1] * sample_rate``: rounding is on the side of privacy.
     """
-    if sample_rate >= 1.0:
+    if sample_rate >= 1.0 or num_rows == 0:
         return np.arange(num_rows, dtype=np.int64)
     rate = -math.log1p(-sample_rate) * (1.0 - _STRETCH)
     expected = sample_rate * num_rows
@@ -169,10 +182,12 @@ def _exponentials(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any
     return np.where(words >> np.uint64(63) == 0, -np.log1p(-x), -np.log(x))
 
 
-def _words(seed: int | None, generation: int) -> _Words:
+def _words(seed: int | None, generation: int, rank: int = 0) -> _Words:
     if seed is None:
         return lambda count: np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-    stream = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, generation))))
+    stream = np.random.Generator(
+        np.random.Philox(np.random.SeedSequence((seed, generation, rank) if rank else (seed, generation)))
+    )
     return lambda count: stream.integers(0, 2**64, size=count, dtype=np.uint64)
 
 
@@ -206,6 +221,19 @@ def _rate(batch_size: int | float | None, sample_rate: float | None, num_rows: i
     # 0.1 as a float is a little over a tenth; the user meant ten steps an epoch.
     steps = math.ceil(1 / Fraction(sample_rate).limit_denominator(10**12))
     return sample_rate * num_rows, float(sample_rate), steps
+
+
+def _replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    if (num_replicas is None) != (rank is None):
+        raise ValueError("pass both of num_replicas and rank, or neither")
+    if num_replicas is None or rank is None:
+        return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    replicas = _at_least_one("num_replicas", num_replicas)
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+        raise TypeError(f"rank must be an integer, got {rank!r}")
+    if not 0 <= rank < replicas:
+        raise ValueError(f"rank must be in [0, {replicas}), got {rank!r}")
+    return replicas, int(rank)
 
 
 def _check_number(name: str, value: object) -> None:

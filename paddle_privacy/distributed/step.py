@@ -1,0 +1,220 @@
+"""What the ranks of a run do together: agree, fail together, share the noise, and add up.
+
+The step of rank r, with Sᵣ its clipped sum: agree that every rank is ready → charge the account (every rank its own
+copy, all alike) → rank 0 writes the ledger → Sᵣ + N(0, σ²C²/W) → one all-reduce: ΣSᵣ + N(0, σ²C²), the same bits on
+every rank → the update, on every rank.
+
+Every partial sum that leaves a rank carries noise, so a rank (or who listens to it) that knows its own share of the
+noise still faces (W−1)/W of the variance. The ε that is reported is about what leaves the group as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle import Tensor
+
+from paddle_privacy.distributed.ranks import Ranks, current_ranks
+from paddle_privacy.distributed.reducer import ReducerHooks, refuse_split_models
+from paddle_privacy.errors import PrivacyError
+from paddle_privacy.noise import NoiseGenerator
+
+if TYPE_CHECKING:
+    from paddle_privacy.optimizer import PrivateOptimizer
+
+_FINE, _FAILED = 0, 1
+
+CHECK_EVERY = 100
+"""Steps between two comparisons of all parameters' bytes across ranks (the first two steps are compared as well)."""
+
+
+class SharedStep:
+    """The part of a private optimizer's step that involves the other ranks.
+
+    Built by the optimizer on every rank at the same time; it gives all ranks rank 0's parameters, buffers and account.
+
+    Args:
+        optimizer: fully built otherwise.
+        ranks: the process group.
+
+    Raises:
+        UnsupportedLayer: the model is split among ranks.
+        PrivacyError: the ranks' models differ, or communication failed.
+    """
+
+    def __init__(self, optimizer: PrivateOptimizer, ranks: Ranks):
+        self.ranks = ranks
+        located = optimizer._capture.located
+        refuse_split_models(located.roots, located.names)
+        refuse_hybrid_groups()
+        self._compare("models", {"trained parameters": optimizer._fingerprint()})
+        state = {id(t): t for root in located.roots for t in (*root.parameters(), *root.buffers()) if t is not None}
+        ranks.broadcast_(list(state.values()))
+        optimizer.spending.load_state_dict(ranks.gather_objects(optimizer.spending.state_dict())[0])
+        self._hooks = [ReducerHooks(optimizer._capture, r, type(r).__name__, say=ranks.leader) for r in located.roots]
+        # An optimizer that is dropped leaves no hooks behind.
+        self.remove_hooks = weakref.finalize(self, _remove, self._hooks)
+        for hooks, root in zip(self._hooks, located.roots):
+            if isinstance(root, paddle.DataParallel):
+                hooks.stand_down(root)
+
+    # Before the step
+
+    def agree(self, optimizer: PrivateOptimizer) -> None:
+        """Returns on all ranks or raises on all: every rank has its samples, and all are about to do the same.
+
+        Raises:
+            PrivacyError: another rank failed, or settings, accounts or parameters differ. Nothing has been spent.
+        """
+        spending = optimizer.spending
+        settings = {
+            "step": spending.steps,
+            "noise multiplier": spending.noise_multiplier,
+            "clip norm": optimizer.clip_norm,
+            "batch_size": optimizer.batch_size,
+            "loss_reduction": optimizer.loss_reduction,
+            "sampling": spending.kind,
+            "dataset size": spending.num_rows,
+            "learning rate": float(optimizer.get_lr()),
+            "ledger in use": optimizer._ledger is not None,
+            "budget": spending.max_epsilon,
+            "frozen parameters": [i for i, p in enumerate(optimizer._clipped_sum.parameters) if p.stop_gradient],
+        }
+        if spending.steps < 2 or spending.steps % CHECK_EVERY == 0:
+            settings["account"] = spending.accountant.state_dict()
+            settings["parameters"] = parameter_bytes_digest(optimizer._clipped_sum.parameters)
+        words = [_FINE, _word(settings), spending.passes_due]
+        told = self.ranks.gather(words)
+        self._raise_failures(told[:, 0], None)
+        if (told[:, 1] != told[0, 1]).any():
+            self._compare("ranks", settings)
+        # A pass that one rank saw begin has begun: a row of it may be in this step.
+        spending.passes_due = int(told[:, 2].max())
+
+    def report(self, failure: BaseException) -> None:
+        """Tells the other ranks, which wait in :meth:`agree`, that this one cannot step. They raise too."""
+        told = self.ranks.gather([_FAILED, 0, 0])
+        self._raise_failures(told[:, 0], failure)
+
+    def confirm_record(self, failure: BaseException | None) -> None:
+        """After rank 0 wrote the ledger, or failed to: the step happens nowhere or everywhere."""
+        told = self.ranks.gather([_FINE if failure is None else _FAILED, 0, 0])
+        self._raise_failures(told[:, 0], failure)
+
+    def _raise_failures(self, codes: Any, own: BaseException | None) -> None:
+        if not codes.any():
+            return
+        words = self.ranks.gather_objects(None if own is None else f"{type(own).__name__}: {own}")
+        if own is None:
+            reasons = "; ".join(f"rank {rank}: {word}" for rank, word in enumerate(words) if word is not None)
+            raise PrivacyError(f"no rank made this step, because of {reasons}")
+
+    def _compare(self, what: str, settings: dict[str, Any]) -> None:
+        """Raises, naming the settings that differ from rank 0's; returns where none does."""
+        everyone = self.ranks.gather_objects(json.loads(json.dumps(settings)))
+        for rank, theirs in enumerate(everyone):
+            differing = [name for name in everyone[0] if theirs.get(name) != everyone[0][name]]
+            if not differing:
+                continue
+            if differing == ["parameters"]:
+                raise PrivacyError(
+                    f"the parameters of rank {rank} are no longer those of rank 0 (something other than the private "
+                    "optimizer changed them, or the ranks compute differently); restart from the last checkpoint"
+                )
+            shown = {name: (everyone[0][name], theirs.get(name)) for name in differing if name != "account"}
+            raise PrivacyError(
+                f"the {what} disagree in {differing}: rank 0 and rank {rank} have {shown}; build the optimizer alike "
+                "on all ranks, and change the learning rate once a step and not once a piece of a batch"
+            )
+
+    # The sum
+
+    def noised_total(self, sums: list[Tensor], std: float, noise: NoiseGenerator) -> list[Tensor]:
+        """Σ over ranks of `sums`, plus N(0, std²) in every coordinate; bitwise equal on all ranks.
+
+        Args:
+            sums: this rank's clipped sums, float32 or float64; consumed.
+            std: σC, the standard deviation of the noise in the total.
+        """
+        # W independent shares of variance std²/W.
+        noise.add_noise(sums, std / math.sqrt(self.ranks.world))
+        return self.ranks.sum_(sums)
+
+    def noised_number(self, value: float, std: float, noise: NoiseGenerator) -> float:
+        """Σ over ranks of `value`, plus N(0, std²)."""
+        share = std / math.sqrt(self.ranks.world) * float(noise.standard_normal([1])[0])
+        (total,) = self.ranks.sum_([paddle.to_tensor([value + share], dtype="float64")])
+        return float(total)
+
+
+def join_ranks(optimizer: PrivateOptimizer) -> SharedStep | None:
+    """The shared step of an optimizer that is being built; None in a run of one process."""
+    ranks = current_ranks()
+    return None if ranks is None else SharedStep(optimizer, ranks)
+
+
+def _remove(hooks: list[ReducerHooks]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def same_group(shared: SharedStep | None) -> None:
+    """Raises PrivacyError where ``paddle.distributed`` was initialised, or ended, after the optimizer was built."""
+    ranks = current_ranks()
+    before, now = (1 if shared is None else shared.ranks.world), (1 if ranks is None else ranks.world)
+    if before != now:
+        raise PrivacyError(
+            f"the optimizer was built for {before} process(es), and now there are {now}; call "
+            "paddle.distributed.init_parallel_env() before building sampler and optimizer"
+        )
+
+
+def rank_noise(noise: NoiseGenerator) -> NoiseGenerator:
+    """The generator for this rank: a secure one as it is (its key is its own), a seeded one on a stream of its own."""
+    ranks = current_ranks()
+    if ranks is None or noise.secure:
+        return noise
+    # A copy never continues the stream that it was copied from, and the k-th copy is not the j-th.
+    for _ in range(ranks.rank):
+        own = copy.copy(noise)
+    return own if ranks.rank else noise
+
+
+def refuse_hybrid_groups() -> None:
+    """Raises PrivacyError where fleet divides the ranks in another way than by data."""
+    topology = sys.modules.get("paddle.distributed.fleet.base.topology")
+    hybrid = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
+    if hybrid is None:
+        return
+    for name, kind in (
+        ("model", "tensor parallelism (mp_degree)"),
+        ("pipe", "pipeline parallelism (pp_degree)"),
+        ("sharding", "sharding (sharding_degree)"),
+        ("sep", "segment parallelism (sep_degree)"),
+    ):
+        size = getattr(hybrid, f"get_{name}_parallel_world_size", lambda: 1)()
+        if size > 1:
+            raise PrivacyError(
+                f"fleet was initialised with {kind} of {size}, under which a rank does not hold whole samples, "
+                "gradients and optimizer states; set that degree to 1 and use data parallelism"
+            )
+
+
+def parameter_bytes_digest(parameters: list[Tensor]) -> str:
+    """A hash of all the parameters' bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        digest.update(parameter.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _word(settings: dict[str, Any]) -> int:
+    text = json.dumps(settings, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
