@@ -189,7 +189,7 @@ class NoiseGenerator:
     def _check(sums: Sequence[paddle.Tensor], std: float | Sequence[float]) -> list[float]:
         if isinstance(sums, paddle.Tensor):
             raise TypeError("sums must be a list of tensors, not one tensor; pass [tensor].")
-        stds = list(std) if isinstance(std, (list, tuple, np.ndarray)) else [std] * len(sums)  # type: ignore[list-item]
+        stds = list(std) if isinstance(std, (list, tuple, np.ndarray)) else [std] * len(sums)
         if len(stds) != len(sums):
             raise ValueError(f"std has {len(stds)} entries for {len(sums)} tensors; pass one number or one a tensor.")
         for index, (tensor, scale) in enumerate(zip(sums, stds)):

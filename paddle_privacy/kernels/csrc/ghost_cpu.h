@@ -27,22 +27,26 @@ struct GhostTile {
   using I = typename VectorTypes<LANES>::I;
   using D = typename VectorTypes<LANES>::D;
 
-  // Lane j of the result is the sum of the lanes of v[j].
+  // Lane j of the result is the sum of the lanes of v[j]. One level adds neighbours SPAN lanes apart and interleaves
+  // two vectors; a template, because the shuffles must be known to the compiler.
+  template <int SPAN>
   static PP_INLINE F sums_of(F (&v)[LANES]) {
-#pragma GCC unroll 4
-    for (int span = 1; span < LANES; span *= 2) {
+    if constexpr (SPAN < LANES) {
       I first, second;
+#pragma GCC unroll 16
       for (int lane = 0; lane < LANES; ++lane) {
-        const int source = lane % (2 * span) < span ? lane : LANES + lane - span;
+        const int source = lane % (2 * SPAN) < SPAN ? lane : LANES + lane - SPAN;
         first[lane] = source;
-        second[lane] = source + span;
+        second[lane] = source + SPAN;
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < LANES / (2 * span); ++i) {
+      for (int i = 0; i < LANES / (2 * SPAN); ++i) {
         v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], first) + __builtin_shuffle(v[2 * i], v[2 * i + 1], second);
       }
+      return sums_of<2 * SPAN>(v);
+    } else {
+      return v[0];
     }
-    return v[0];
   }
 
   // Adds to `sums` the dot products over depths [begin, end) of rows s.. with rows t.. of x; positions beyond the last
@@ -63,7 +67,7 @@ struct GhostTile {
       for (int j = 0; j < kColumns; ++j) right[j] = ends + std::min(t + j, steps - 1) * LANES;
       multiply(left, right, 0, sums);
     }
-    return sums_of(sums);
+    return sums_of<1>(sums);
   }
 
   static PP_INLINE void multiply(const float* const (&left)[kRows], const float* const (&right)[kColumns], int64_t k,

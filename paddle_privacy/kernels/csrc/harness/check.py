@@ -7,6 +7,7 @@ say that there is no GPU), loads it through ctypes, and builds the Paddle bindin
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ BUILD = Path(os.environ.get("BUILD", "build/cuda")).resolve()
 
 def main() -> int:
     sys.path.insert(0, str(HERE.parent.parent))
-    import build  # the file beside csrc, without the package around it
+    build = importlib.import_module("build")  # the file beside csrc, without the package around it
 
     home = build.cuda_home()
     subprocess.run(["make", "-s", "-C", str(HERE), f"CUDA_HOME={home}", f"BUILD={BUILD}", "all"], check=True)
