@@ -361,3 +361,50 @@ def test_a_new_run_on_an_old_ledger_starts_from_what_was_spent(tmp_path):
             first.step()
     ledger = tmp_path / "ledger.jsonl"
     assert private(nn.Linear(4, 3)).get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 3), rel=1e-9)
+
+
+def test_state_restored_beside_a_ledger_counts_the_steps_taken_after_it_was_saved(tmp_path):
+    def private(net):
+        return pp.DPSGD(
+            parameters=net.parameters(),
+            learning_rate=0.1,
+            clip_norm=1.0,
+            noise_multiplier=2.0,
+            batch_size=4,
+            sampling="none",
+            target_delta=DELTA,
+            ledger=ledger,
+        )
+
+    net = nn.Linear(4, 3)
+    with pp.Ledger(tmp_path / "ledger.jsonl") as ledger:
+        first = private(net)
+        for k in range(5):
+            if k == 3:
+                state = first.state_dict()
+            nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
+            first.step()
+    ledger = tmp_path / "ledger.jsonl"
+    resumed = private(net)
+    resumed.set_state_dict(state)
+    assert resumed.get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 5), rel=1e-9)
+    ledger = None
+    with pytest.raises(pp.PrivacyError, match="kept a privacy ledger"):
+        private(net).set_state_dict(state)
+
+
+def test_a_model_in_training_can_be_saved_for_inference(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    optimizer = pp.DPSGD(
+        parameters=net.parameters(),
+        learning_rate=0.1,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        batch_size=4,
+        sampling="none",
+    )
+    paddle.jit.save(net, str(tmp_path / "net"), input_spec=[paddle.static.InputSpec([None, 4], "float32")])
+    x = paddle.randn([2, 4])
+    np.testing.assert_allclose(paddle.jit.load(str(tmp_path / "net"))(x).numpy(), net(x).numpy(), rtol=1e-6)
+    net(x).sum(axis=1).mean().backward()
+    optimizer.step()

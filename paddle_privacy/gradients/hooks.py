@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import paddle
 from paddle import Tensor, nn
 
 if TYPE_CHECKING:
@@ -85,13 +86,19 @@ class LayerHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before(self, layer: nn.Layer, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
         capture = self._capture()
-        return None if capture is None or _silent(capture) else self.before(capture, layer, args, kwargs)
+        # paddle.jit traces the layer, sometimes without passing keyword arguments; there is nothing to capture then.
+        if capture is None or kwargs is None or not paddle.in_dynamic_mode() or _silent(capture):
+            return None
+        return self.before(capture, layer, args, kwargs)
 
-    def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
+    def _after(self, layer: nn.Layer, args: tuple, *kwargs_and_output: Any) -> Any:
         capture = self._capture()
-        return None if capture is None or _silent(capture) else self.after(capture, layer, args, kwargs, output)
+        if capture is None or len(kwargs_and_output) == 1 or not paddle.in_dynamic_mode() or _silent(capture):
+            return None
+        kwargs, output = kwargs_and_output
+        return self.after(capture, layer, args, kwargs, output)
 
     def __deepcopy__(self, memo: dict) -> InertHooks:
         return InertHooks()
@@ -103,10 +110,10 @@ class LayerHooks:
 class InertHooks:
     """What :class:`LayerHooks` become in a copy."""
 
-    def _before(self, layer: nn.Layer, args: tuple, kwargs: dict) -> None:
+    def _before(self, layer: nn.Layer, *inputs: Any) -> None:
         return None
 
-    def _after(self, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> None:
+    def _after(self, layer: nn.Layer, *inputs_and_output: Any) -> None:
         return None
 
 

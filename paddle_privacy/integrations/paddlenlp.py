@@ -15,7 +15,7 @@ from typing import Any
 
 import paddle
 
-from paddle_privacy.checkpoint import MANIFEST, continue_account, load_checkpoint, save_checkpoint
+from paddle_privacy.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
 from paddle_privacy.engine import adopt_optimizer
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.noise import NoiseGenerator
@@ -192,7 +192,6 @@ class DPTrainer(Trainer):
             secure=privacy.secure,
         )
         assert self.optimizer.spending.planned_steps == math.ceil(num_training_steps)
-        continue_account(self.optimizer)
 
     def training_step(self, model: Any, inputs: dict[str, Any], step_control: int = 0) -> paddle.Tensor:
         """One forward and backward. The loss is not divided by the accumulation steps: B is the public divisor."""
