@@ -32,6 +32,7 @@ class ClippedSum:
         self._sums: dict[int, Tensor] = {}
         self._norms: list[Tensor] = []
         self._clipped: list[Tensor] = []
+        self._sensitivity = 0.0
         self.non_finite = 0
 
     def add(self, group: Group, scale: float) -> None:
@@ -57,6 +58,7 @@ class ClippedSum:
             factors = {key: factor.select(rows) for key, factor in factors.items()}
             squared = squared.index_select(rows, axis=1)
         weights = self.clipping.factors(squared)
+        self._sensitivity = max(self._sensitivity, self.clipping.sensitivity)
         self._norms.append(squared.sum(axis=0).sqrt())
         self._clipped.append((weights < 1.0).any(axis=0))
         for key in list(factors):
@@ -83,6 +85,11 @@ class ClippedSum:
             else paddle.zeros(p.shape, dtype=accumulation_dtype(p))
             for p in self.parameters
         ]
+
+    @property
+    def sensitivity(self) -> float:
+        """What one sample can have added, by the bound that was in force when it was clipped."""
+        return self._sensitivity or self.clipping.sensitivity
 
     @property
     def norms(self) -> Tensor:
