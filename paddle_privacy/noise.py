@@ -102,6 +102,22 @@ class NoiseGenerator:
         if noisy:
             kernels.add_noise([sums[i] for i in noisy], noise.select(noisy))
 
+    def clip_noise(
+        self,
+        gradients: Sequence[paddle.Tensor],
+        clip_norms: float | Sequence[float],
+        std: float | Sequence[float],
+    ) -> tuple[list[paddle.Tensor], paddle.Tensor, paddle.Tensor]:
+        """Clip per-sample gradients ``[B, ...]``, sum them over the samples and add N(0, std²) to the sums.
+
+        Arguments and results are those of :func:`.kernels.clip_and_sum`, whose bound ``clip_norms`` is the sensitivity
+        of the sums (its norm over the tensors under per-layer clipping); samples that are not finite are left out and
+        have factor 0. With B = 0 the result is noise alone.
+        """
+        sums, squared_norms, factors = kernels.clip_and_sum(gradients, clip_norms)
+        self.add_noise(sums, std)
+        return sums, squared_norms, factors
+
     def reserve(self, sums: Sequence[paddle.Tensor], std: float | Sequence[float]) -> Noise:
         """The stretch of the stream for one call of the mechanism over ``sums``, for kernels that add it themselves.
 

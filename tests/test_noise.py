@@ -130,6 +130,24 @@ def test_strided_tensors_get_noise_in_place() -> None:
     assert (base.numpy()[:, 1::2] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [0, 5])
+def test_clip_noise(rows: int) -> None:
+    rng = np.random.default_rng(0)
+    gradients = [rng.standard_normal((rows, 3, 4)).astype("float32"), rng.standard_normal((rows, 7)).astype("float32")]
+    if rows:
+        gradients[0][1, 2, 2] = np.nan
+    sums, squared, factors = NoiseGenerator.seeded(3).clip_noise(list(map(paddle.to_tensor, gradients)), 1.5, 2.0)
+    norms = np.sqrt(sum((g.reshape(rows, -1 if rows else 0).astype("float64") ** 2).sum(1) for g in gradients))
+    weights = np.where(np.isfinite(norms), np.minimum(1, 1.5 / np.where(norms > 0, norms, 1)), 0)
+    np.testing.assert_allclose(factors.numpy(), weights, rtol=1e-6)
+    np.testing.assert_allclose(squared.numpy(), norms**2, rtol=1e-12)
+    expected = [paddle.zeros([3, 4]), paddle.zeros([7])]
+    NoiseGenerator.seeded(3).add_noise(expected, 2.0)
+    for total, noise, g in zip(sums, expected, gradients):
+        clipped = np.einsum("b,b...->...", weights, np.where(weights.reshape([-1] + [1] * (g.ndim - 1)) > 0, g, 0))
+        np.testing.assert_allclose(total.numpy(), clipped + noise.numpy(), rtol=1e-5, atol=1e-5)
+
+
 def test_layers_parameters_in_training_get_noise_in_place() -> None:
     parameter = paddle.create_parameter([3, 4], "float32")
     parameter.set_value(paddle.zeros([3, 4]))
