@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import paddle
 from paddle import Tensor, nn
 
-from paddle_privacy.errors import UnsupportedLayer
-from paddle_privacy.gradients.factors import Dense, Factor
-from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
-from paddle_privacy.gradients.replay import ForwardAgain, is_random, replay, row_gradients
+from paddle_privacy.gradients.hooks import map_tensors, tensors
+from paddle_privacy.gradients.replay import ForwardAgain, RowByRow, is_random, replay
+from paddle_privacy.gradients.rules.registry import Lazy
 from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
 from paddle_privacy.gradients.tap import Call, Tap, own_node
 from paddle_privacy.gradients.trial import Strategy, find_strategies
@@ -22,8 +21,6 @@ from paddle_privacy.gradients.trial import Strategy, find_strategies
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
     from paddle_privacy.gradients.locate import Owner
-
-_KEPT_GRAPHS = 16
 
 
 class Bare:
@@ -42,9 +39,15 @@ class BareTap(Tap):
     def __init__(self, capture: Capture, owner: Owner):
         super().__init__(capture, owner, None)
         self.strategies: dict[tuple, list[Strategy]] = {}
-        # Outputs whose graph is differentiated row by row when their gradient arrives; Paddle's hooks must not own
-        # the tensor that they are on.
-        self.kept: dict[int, Tensor] = {}
+        self.row_by_row = RowByRow()
+
+    def captures(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> bool:
+        rows = capture.rows()
+        inputs = [x for x in tensors((args, kwargs)) if x.ndim]
+        return rows is None or any(x.shape[0] == rows for x in inputs)
+
+    def batched(self, capture: Capture, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs
 
     def enter(
         self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]], args: tuple, kwargs: dict
@@ -88,15 +91,20 @@ class BareTap(Tap):
         bare: Bare = left
         if not bare.replayed:
             return None
-        distinct = {id(x): x for x in tensors(output)}
+        if bare.by_rows:
+            leaves = {id(p): bare.stand_ins[name] for name, p in bare.replayed}
+            others = [*layer.parameters(), *capture.running.shadows]
+            return self.row_by_row.ask(
+                self, output, leaves, others, bare.forward.rows, capture.batch_inputs(), self.described
+            )
+        replaced = {id(x): x for x in tensors(output)}
         outputs = [x.detach() for x in tensors(output)]
         positions = {id(x): which for which, x in reversed(list(enumerate(tensors(output))))}
-        replaced = dict(distinct)
-        for key, out in distinct.items():
+        for key, out in list(replaced.items()):
             if not out.stop_gradient:
-                replaced[key] = own_node(out) if len(distinct) > 1 else out
-                self._send_back(capture, layer, bare, replaced[key], outputs, positions[key])
-        return map_tensors(lambda x: replaced[id(x)], output) if len(distinct) > 1 else None
+                replaced[key] = own_node(out)
+                self._replay_on_arrival(capture, bare, replaced[key], outputs, positions[key])
+        return map_tensors(lambda x: replaced[id(x)], output)
 
     def strategies_for(
         self, layer: nn.Layer, trained: list[tuple[str, Tensor]], forward: ForwardAgain
@@ -107,58 +115,23 @@ class BareTap(Tap):
         key = (layer.training, alone, tuple(name for name, _ in trained), ranks)
         if key not in self.strategies:
             parameters = [p for _, p in trained]
-            found = find_strategies(forward, parameters, forward.rows)
+            found = find_strategies(forward, parameters, forward.rows, layer.parameters())
             rest = "replay"
             if any(s is None for s in found):
                 with paddle.no_grad():
-                    outputs = forward([p.detach() for p in parameters])
+                    outputs = forward([stand_in(p) for p in parameters])
                 # The gradient of a batch of one is its sample's.
                 rest = "rows" if alone or is_random(forward, parameters, outputs) else "replay"
             self.strategies[key] = [s or Strategy(rest) for s in found]
         return self.strategies[key]
 
-    # Gradients arrive
+    def _replay_on_arrival(self, capture: Capture, bare: Bare, out: Tensor, outputs: list[Tensor], which: int) -> None:
+        forward, parameters = bare.forward, [p for _, p in bare.replayed]
+        wanted = {name: id(p) for name, p in bare.replayed}
+        call = Call(tuple(tensors((forward.args, forward.kwargs))), wanted, capture.batch_inputs())
 
-    def _send_back(
-        self, capture: Capture, layer: nn.Layer, bare: Bare, out: Tensor, outputs: list[Tensor], which: int
-    ) -> None:
-        names = [name for name, _ in bare.replayed]
-        call = Call(
-            tuple(tensors((bare.forward.args, bare.forward.kwargs))),
-            {name: id(p) for name, p in bare.replayed},
-            capture.batch_inputs(),
-        )
-        if out.shape[0] != bare.forward.rows:
-            raise UnsupportedLayer(
-                f"layer '{self.path}' ({type(layer).__name__}) has no gradient rule and returns a tensor of "
-                f"{out.shape[0]} rows for {bare.forward.rows} samples; return batch first, or register a rule with "
-                "register_grad_rule"
-            )
-        mark = id(call)
-        if bare.by_rows:
-            self.kept[mark] = out
-            while len(self.kept) > _KEPT_GRAPHS:
-                del self.kept[next(iter(self.kept))]
-
-        def factors(gradient: Tensor) -> dict[str, Factor]:
-            if not bare.by_rows:
-                made = replay(
-                    bare.forward,
-                    [p for _, p in bare.replayed],
-                    outputs,
-                    which,
-                    gradient,
-                    f"layer '{self.path}' ({type(layer).__name__})",
-                )
-            else:
-                kept = self.kept.pop(mark, None)
-                if kept is None:
-                    raise UnsupportedLayer(
-                        f"layer '{self.path}' ({type(layer).__name__}) ran more than {_KEPT_GRAPHS} times before its "
-                        "backward, and only the last graphs are kept; register a rule with register_grad_rule"
-                    )
-                with hooks_paused():
-                    made = row_gradients(kept, [bare.stand_ins[name] for name in names], gradient)
-            return {name: Dense(g) for name, g in zip(names, made)}
+        def factors(gradient: Tensor) -> dict[str, Lazy]:
+            made = replay(forward, parameters, outputs, which, gradient, self.described)
+            return dict(zip(wanted, made))
 
         out.register_hook(lambda gradient: self.arrive(call, lambda: factors(gradient)))

@@ -234,6 +234,13 @@ class Capture:
         # Recompute runs a layer in the backward pass, after its model's forward.
         return entry.rows if entry is not None else self.group.batch if self.group is not None else None
 
+    def has_batch(self, x: Tensor) -> bool:
+        """Whether the first axis of an input can be the batch, or one row that stands for it."""
+        entry, rows = self.running.entry, self.rows()
+        if not x.ndim or rows is None:
+            return True
+        return (x.shape[0] == 1 and x.ndim > 1) or x.shape[0] in (entry.sizes if entry is not None else (rows,))
+
     def expand_to_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Inputs of one row that the layer would broadcast (position ids [1, T]) become one row a sample."""
         rows = self.rows()

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 
 from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.hooks import LayerHooks, tensors
@@ -33,6 +33,8 @@ class Entry:
         rows: the batch size to which inputs of one row are expanded; ``None`` where no input tells.
         called: ids of the tapped layers that ran in it.
         stood_in: (layer, name) of the parameters that a stand-in replaces during this forward.
+        by_rows: stand-ins for parameters (by id) whose gradients are taken from the model's outputs row by row.
+        passed: ids of the layers that looked up something without a batch.
         recording: what the structure probe needs, while the structure is not verified.
     """
 
@@ -45,6 +47,8 @@ class Entry:
         self.rows = next((n for n in firsts if n != 1), firsts[0] if firsts else None)
         self.called: set[int] = set()
         self.stood_in: list[tuple[nn.Layer, str]] = []
+        self.by_rows: dict[int, Tensor] = {}
+        self.passed: set[int] = set()
         self.recording: Recording | None = None
 
     def check_rows(self, path: str, kind: str, rows: int) -> None:
@@ -65,6 +69,8 @@ class Running(threading.local):
         self.entry: Entry | None = None
         self.depth = 0
         self.probing: Recording | None = None
+        # Leaves that took the place of parameters whose kernels insist on a gradient.
+        self.shadows: list[Tensor] = []
 
     def abandoned(self, layer: nn.Layer) -> bool:
         """Whether the entry was cut short (KeyboardInterrupt skips Paddle's post-hooks) and `layer` begins anew."""
@@ -78,7 +84,7 @@ class Running(threading.local):
         return True
 
     def clear(self) -> None:
-        self.entry, self.depth = None, 0
+        self.entry, self.depth, self.shadows = None, 0, []
 
 
 class EntryHooks(LayerHooks):

@@ -23,6 +23,12 @@ class RecurrentTap(Tap):
     def __init__(self, capture: Capture, owner: Owner):
         super().__init__(capture, owner, None)
 
+    def captures(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> bool:
+        return True
+
+    def batched(self, capture: Capture, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs
+
     def enter(
         self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]], args: tuple, kwargs: dict
     ) -> None:

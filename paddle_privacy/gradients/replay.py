@@ -13,8 +13,9 @@ Both send the gradient of one output tensor at a time: the per-sample gradient i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import paddle
@@ -23,8 +24,12 @@ from paddle import Tensor, nn
 from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
 from paddle_privacy.gradients.probe import model_buffers_kept, random_state, set_random_state
+from paddle_privacy.gradients.rules.registry import Lazy
 from paddle_privacy.gradients.stand_in import stand_in
-from paddle_privacy.gradients.trial import close
+from paddle_privacy.gradients.tap import Call, Tap, own_node
+from paddle_privacy.gradients.trial import close, gradients
+
+_KEPT_GRAPHS = 16
 
 
 class ForwardAgain:
@@ -93,7 +98,7 @@ def is_random(forward: ForwardAgain, parameters: Sequence[Tensor], outputs: Sequ
     forward.random_state = random_state()
     try:
         with paddle.no_grad():
-            again = forward([p.detach() for p in parameters])
+            again = forward([stand_in(p) for p in parameters])
     finally:
         forward.random_state = then
         set_random_state(now)
@@ -125,22 +130,93 @@ def replay(
                 "them into a layer that has a rule, or register one with register_grad_rule"
             )
         weight = output_grad[i : i + 1].reshape(alone[which].shape)
-        made = paddle.grad([alone[which]], leaves, grad_outputs=[weight], allow_unused=True)
+        made = gradients([alone[which]], leaves, forward.layer.parameters(), [weight])
         for store, gradient, leaf in zip(collected, made, leaves):
-            store.append(paddle.zeros_like(leaf.plain) if gradient is None else gradient)
-    return [paddle.stack(gradients) for gradients in collected]
+            store.append(paddle.zeros_like(leaf) if gradient is None else gradient)
+    return [paddle.stack(rows) for rows in collected]
 
 
-def row_gradients(output: Tensor, leaves: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
+class RowByRow:
+    """Asks for the gradients of outputs whose graph will be differentiated row by row.
+
+    Holds the outputs until their gradients arrive: Paddle's hooks must not own the tensor that they are on.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def ask(
+        self,
+        tap: Tap,
+        output: Any,
+        leaves: Mapping[int, Tensor],
+        others: Sequence[Tensor],
+        rows: int,
+        batch_inputs: list[Tensor],
+        what: str,
+    ) -> Any:
+        """Per-sample gradients of `leaves` (by the id of their parameter) from every tensor in `output`.
+
+        `others`: everything else below the output that may want a gradient.
+
+        Returns:
+            The output, some of its tensors replaced by equal ones.
+
+        Raises:
+            UnsupportedLayer: an output has no batch on its first axis.
+        """
+        replaced = {id(x): x for x in tensors(output)}
+        for key, out in list(replaced.items()):
+            if not out.stop_gradient:
+                if not out.ndim or out.shape[0] != rows:
+                    raise UnsupportedLayer(
+                        f"{what} returns a tensor of shape {list(out.shape)} for {rows} samples; return batch first, "
+                        "or freeze what it trains"
+                    )
+                replaced[key] = own_node(out)
+                self._ask_one(tap, replaced[key], leaves, others, batch_inputs, what)
+        return map_tensors(lambda x: replaced[id(x)], output)
+
+    def _ask_one(
+        self,
+        tap: Tap,
+        out: Tensor,
+        leaves: Mapping[int, Tensor],
+        others: Sequence[Tensor],
+        batch_inputs: list[Tensor],
+        what: str,
+    ) -> None:
+        call = Call((), {str(key): key for key in leaves}, batch_inputs)
+        mark, kept = id(call), self.kept
+        kept[mark] = out
+        while len(kept) > _KEPT_GRAPHS:
+            del kept[next(iter(kept))]
+
+        def factors(gradient: Tensor) -> dict[str, Lazy]:
+            top = kept.pop(mark, None)
+            if top is None:
+                raise UnsupportedLayer(
+                    f"{what} ran more than {_KEPT_GRAPHS} times before its backward, and only the last graphs are "
+                    "kept; call backward() more often"
+                )
+            made = row_gradients(top, list(leaves.values()), others, gradient)
+            return {str(key): g for key, g in zip(leaves, made)}
+
+        out.register_hook(lambda gradient: tap.arrive(call, lambda: factors(gradient)))
+
+
+def row_gradients(
+    output: Tensor, leaves: Sequence[Tensor], others: Sequence[Tensor], output_grad: Tensor
+) -> list[Tensor]:
     """[B, *shape] for each leaf below `output`, by one backward pass of the kept graph for each row."""
     collected: list[list[Tensor]] = [[] for _ in leaves]
     for i in range(output.shape[0]):
         masked = paddle.zeros_like(output_grad)
         masked[i] = output_grad[i]
-        made = paddle.grad([output], list(leaves), grad_outputs=[masked], retain_graph=True, allow_unused=True)
+        made = gradients([output], leaves, others, [masked], keep_graph=True)
         for store, gradient, leaf in zip(collected, made, leaves):
             store.append(paddle.zeros_like(leaf) if gradient is None else gradient)
-    return [paddle.stack(gradients) for gradients in collected]
+    return [paddle.stack(rows) for rows in collected]
 
 
 def _reproduces(alone: Sequence[Tensor], outputs: Sequence[Tensor], i: int, rows: int) -> bool:

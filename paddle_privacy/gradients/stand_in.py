@@ -42,9 +42,17 @@ class StandIn(paddle.base.core.eager.Tensor):  # type: ignore[misc, name-defined
     transposed: bool
     derived: list[StandIn]
     origin: weakref.ref[StandIn] | None
+    source: Tensor
 
     def family(self) -> list[StandIn]:
         return [self, *self.derived]
+
+    def __getattr__(self, name: str) -> Any:
+        # What a parameter knows of itself beyond a tensor (is_distributed, optimize_attr).
+        source = self.__dict__.get("source")
+        if source is None or name.startswith("__"):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        return getattr(source, name)
 
     def __rmatmul__(self, x: Any) -> Tensor:
         return paddle._C_ops.matmul(x, self)
@@ -63,7 +71,7 @@ class StandIn(paddle.base.core.eager.Tensor):  # type: ignore[misc, name-defined
         return super().transpose(*args, **kwargs)
 
     def flipped(self) -> StandIn:
-        made = stand_in(self.plain.transpose([1, 0]), self.on_product)
+        made = stand_in(self.plain.transpose([1, 0]), self.on_product, self.source)
         made.transposed = not self.transposed
         origin = self if self.origin is None else self.origin()
         if origin is not None:
@@ -72,13 +80,14 @@ class StandIn(paddle.base.core.eager.Tensor):  # type: ignore[misc, name-defined
         return made
 
 
-def stand_in(values: Tensor, on_product: ProductHook | None = None) -> StandIn:
+def stand_in(values: Tensor, on_product: ProductHook | None = None, source: Tensor | None = None) -> StandIn:
     """A stand-in for a parameter with these values; notices products where it is a matrix and `on_product` is given."""
     frozen = values.detach()
     made = StandIn(values.detach())
     made.stop_gradient = False
     made.plain, made.transposed, made.derived, made.origin = frozen, False, [], None
     made.on_product = on_product if frozen.ndim == 2 else None
+    made.source = values if source is None else source
     _notice_products()
     return made
 
@@ -88,7 +97,8 @@ def expanded(parameter: Tensor, rows: int, axes: int) -> StandIn:
     with paddle.no_grad():
         lead = [rows] if broadcasts(parameter) else [rows, *[1] * axes]
         rest = list(parameter.shape[1:] if broadcasts(parameter) else parameter.shape)
-        return stand_in(parameter.detach().reshape([1] * len(lead) + rest).expand([*lead, *rest]).clone())
+        copies = parameter.detach().reshape([1] * len(lead) + rest).expand([*lead, *rest]).clone()
+        return stand_in(copies, source=parameter)
 
 
 def broadcasts(parameter: Tensor) -> bool:

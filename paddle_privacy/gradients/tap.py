@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -45,11 +45,18 @@ class Call:
         return any(isinstance(x, Tensor) and x.inplace_version != v for x, v in zip(self.inputs, self.versions))
 
 
+class Opened(NamedTuple):
+    """A running call: the parameters that are suppressed for it, and whether its axes have to be those of the batch."""
+
+    trained: list[tuple[str, Tensor]]
+    wanted: bool
+
+
 class Open(threading.local):
     """The calls of one layer that run in this thread, each with the parameters that were suppressed for it."""
 
     def __init__(self) -> None:
-        self.calls: list[list[tuple[str, Tensor]]] = []
+        self.calls: list[Opened] = []
         # What a subclass of Tap remembers of the innermost of them.
         self.entered: list[Any] = []
 
@@ -88,6 +95,7 @@ class Tap(LayerHooks):
         super().__init__(capture, owner.layer, owner.path)
         self.parameters, self._rule = owner.parameters, rule
         self.kind = type(owner.layer).__name__
+        self.described = f"layer '{self.path}' ({self.kind})"
         self.open = Open()
 
     @property
@@ -97,16 +105,39 @@ class Tap(LayerHooks):
 
     def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         trained = [item for item in self.parameters.items() if capture.trainable(item[1])]
+        if trained and not self.captures(capture, layer, args, kwargs):
+            # What is the same for all samples is captured where the model gives it a batch; see gradients/tied.py.
+            trained = []
         if capture.running.probing is not None:
-            self.open.calls.append([])
-            return capture.expand_to_batch(args, kwargs) if trained else None
+            self.open.calls.append(Opened([], bool(trained)))
+            return self.batched(capture, args, kwargs) if trained else None
         capture.forward_begins()
         if not trained or not paddle.is_grad_enabled():
-            self.open.calls.append([])
+            self.open.calls.append(Opened([], bool(trained)))
             return None
         self.check(capture, layer)
-        self.open.calls.append(trained)
+        self.open.calls.append(Opened(trained, True))
         return self.enter(capture, layer, trained, args, kwargs)
+
+    def captures(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> bool:
+        """Whether this call has a batch, so that the layer's parameters are captured here."""
+        if not self.rule.lookup:
+            return True
+        if all(map(capture.has_batch, tensors((args, kwargs)))) or capture.tied.expands(layer):
+            return True
+        if capture.running.entry is not None:
+            capture.running.entry.passed.add(id(layer))
+        return False
+
+    def batched(self, capture: Capture, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The inputs with what is broadcast expanded to the batch."""
+        if not self.rule.lookup:
+            return capture.expand_to_batch(args, kwargs)
+
+        def expand(ids: Tensor) -> Tensor:
+            return ids if capture.has_batch(ids) else ids.unsqueeze(0).expand([capture.rows(), *ids.shape])
+
+        return capture.expand_to_batch(*map_tensors(expand, (args, kwargs)))
 
     def enter(
         self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]], args: tuple, kwargs: dict
@@ -114,13 +145,15 @@ class Tap(LayerHooks):
         """A forward with trained parameters begins; may return replaced inputs."""
         for name, parameter in trained:
             if name in self.rule.shadowed:
-                capture.replace(layer, name, shadow(parameter))
+                leaf = shadow(parameter)
+                capture.running.shadows.append(leaf)
+                capture.replace(layer, name, leaf)
             else:
                 capture.suppress(parameter)
                 if layer._parameters[name] is not parameter:
                     # A stand-in for uses of the parameter outside its layer; this is the layer.
                     capture.replace(layer, name, parameter)
-        return capture.expand_to_batch(args, kwargs)
+        return self.batched(capture, args, kwargs)
 
     def leave(self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]]) -> Any:
         """The forward is over, by returning or by raising: puts back what :meth:`enter` changed.
@@ -133,10 +166,11 @@ class Tap(LayerHooks):
             capture.put_back(layer, name)
 
     def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
-        trained = self.open.calls.pop() if self.open.calls else []
+        opened = self.open.calls.pop() if self.open.calls else Opened([], False)
+        trained = opened.trained
         left = self.leave(capture, layer, trained) if trained else None
         if output is not None:
-            self.see(capture, layer, (args, kwargs), output, bool(trained))
+            self.see(capture, layer, (args, kwargs), output, opened)
         if not trained or output is None:
             return None
         return self.watch(capture, layer, trained, (args, kwargs), output, left)
@@ -209,7 +243,7 @@ class Tap(LayerHooks):
         shape = [rows, *parameter.shape]
         leaf.register_hook(lambda gradient: self.arrive(call, lambda: {"copies": gradient.reshape(shape)}))
 
-    def see(self, capture: Capture, layer: nn.Layer, inputs: tuple, output: Any, trained: bool) -> None:
+    def see(self, capture: Capture, layer: nn.Layer, inputs: tuple, output: Any, opened: Opened) -> None:
         """Tells the entry and the structure probe about this call.
 
         Raises:
@@ -223,14 +257,13 @@ class Tap(LayerHooks):
         first = next((x for x in tensors(output) if x.ndim > axis), None)
         rows = None if first is None else first.shape[axis]
         recording = running.probing or entry.recording
-        if trained and rows is not None and running.probing is None:
+        if opened.trained and rows is not None and running.probing is None:
             entry.check_rows(self.path, type(layer).__name__, rows)
         if running.probing is None:
             entry.called.add(id(layer))
         if recording is not None and recording.wanted:
-            wants = any(capture.trainable(parameter) for parameter in self.parameters.values())
             with paddle.no_grad():
-                recording.add(Seen(self.path, type(layer).__name__, wants, axis, inputs, output, rows))
+                recording.add(Seen(self.path, type(layer).__name__, opened.wanted, axis, inputs, output, rows))
 
     def check(self, capture: Capture, layer: nn.Layer) -> None:
         """Raises UnsupportedLayer where the rule does not hold for this layer as it is now."""

@@ -8,17 +8,19 @@ sum of factors, cross term included.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
-from paddle_privacy.errors import UnsupportedLayer
+from paddle_privacy.errors import PrivacyWarning
 from paddle_privacy.gradients.hooks import tensors
 from paddle_privacy.gradients.probe import Recording, random_state, set_random_state
+from paddle_privacy.gradients.replay import RowByRow
 from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
-from paddle_privacy.gradients.trial import Strategy, find_strategies, used
+from paddle_privacy.gradients.trial import Strategy, close, find_strategies, used
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -32,6 +34,8 @@ class TiedUses:
         self._capture = weakref.ref(capture)
         self._searched: dict[tuple[int, bool], list[frozenset[int]]] = {}
         self._strategies: dict[tuple[int, bool], dict[int, Strategy]] = {}
+        self._expanding: dict[tuple[int, bool], set[int]] = {}
+        self._row_by_row = RowByRow()
 
     @property
     def capture(self) -> Capture:
@@ -44,10 +48,15 @@ class TiedUses:
         rows = entry.rows or 1
         for key, strategy in self._strategies.get(_key(entry), {}).items():
             if self.capture.trainable(self.capture.parameters[key]):
-                self._install(entry, key, self._stand_in(key, strategy, rows))
+                self._install(entry, key, self._stand_in(entry, key, strategy, rows))
+
+    def expands(self, layer: nn.Layer) -> bool:
+        """Whether what `layer` looks up for all samples is expanded to the batch in the running forward."""
+        entry = self.capture.running.entry
+        return entry is not None and id(layer) in self._expanding.get(_key(entry), ())
 
     def end(self, entry: Entry, output: Any) -> Any:
-        """The forward is over; may return the output of a repetition in which everything was captured.
+        """The forward is over; may return a replaced output, or that of a repetition in which everything was captured.
 
         Raises:
             UnsupportedLayer: a parameter is used outside its owner in a way that cannot be captured.
@@ -58,13 +67,41 @@ class TiedUses:
         searched = self._searched.setdefault(_key(entry), [])
         called = frozenset(entry.called)
         if any(called <= known for known in searched):
-            return None
-        trained = {key: p for key, p in self.capture.parameters.items() if self.capture.trainable(p)}
-        found = [key for key, hit in zip(trained, used(list(tensors(output)), list(trained.values()))) if hit]
+            return self._watch(entry, output)
+        result, found = output, self._found(entry, output)
         if found:
-            output = self._again(entry, found)
+            result = self._expand_lookups(entry, output)
+            found = self._found(entry, result)
+        if found:
+            result = self._again(entry, found)
         searched.append(called)
-        return output if found else None
+        watched = self._watch(entry, result)
+        return watched if watched is not None else None if result is output else result
+
+    def _found(self, entry: Entry, output: Any) -> list[int]:
+        """The trained parameters that something outside the taps has read."""
+        trained = {key: p for key, p in self.capture.parameters.items() if self.capture.trainable(p)}
+        return [
+            key
+            for key, hit in zip(trained, used(list(tensors(output)), list(trained.values()), entry.layer.parameters()))
+            if hit
+        ]
+
+    def _expand_lookups(self, entry: Entry, output: Any) -> Any:
+        """Positions looked up as [T] are looked up as [B, T], where the model computes the same from that."""
+        if not entry.passed:
+            return output
+        self._expanding[_key(entry)] = set(entry.passed)
+        try:
+            repeated = self._forward(entry, keep=True)
+            same = _same(list(tensors(output)), list(tensors(repeated)))
+        except Exception:
+            # The model did something with the positions that the batch axis is in the way of.
+            same = False
+        if same:
+            return repeated
+        del self._expanding[_key(entry)]
+        return output
 
     def _again(self, entry: Entry, found: list[int]) -> Any:
         capture, rows = self.capture, entry.rows or 1
@@ -76,17 +113,31 @@ class TiedUses:
                 self._install(entry, key, value)
             return list(tensors(self._forward(entry, keep=False)))
 
-        strategies = find_strategies(run, [capture.parameters[key] for key in keys], rows)
+        strategies = find_strategies(run, [capture.parameters[key] for key in keys], rows, entry.layer.parameters())
         for key, strategy in zip(keys, strategies):
-            if strategy is None:
-                raise UnsupportedLayer(
-                    f"parameter '{capture.located.names[key]}' is also used outside the layer that owns it, in "
-                    f"'{entry.path}', in a way whose per-sample gradient cannot be told apart; use it there in a "
-                    "product such as paddle.matmul(h, weight, transpose_y=True), or through a layer that owns it"
-                )
-            known[key] = strategy
+            known[key] = strategy or Strategy("rows")
+        slow = [capture.located.names[key] for key, strategy in known.items() if strategy.kind == "rows"]
+        if slow and rows > 1:
+            warnings.warn(
+                f"parameters {slow} are used in '{entry.path}' outside the layers that own them, in a way that has to "
+                "be differentiated sample by sample: each step costs as many backward passes as there are samples; use "
+                "them there in a product such as paddle.matmul(h, weight, transpose_y=True), or through their layers "
+                "with the batch on the first axis",
+                PrivacyWarning,
+                stacklevel=5,
+            )
         self.begin(entry)
         return self._forward(entry, keep=True)
+
+    def _watch(self, entry: Entry, output: Any) -> Any:
+        """Asks the outputs for what has to be differentiated row by row."""
+        if not entry.by_rows:
+            return None
+        tap = self.capture.tap_of(next(iter(entry.by_rows)))
+        what = f"'{entry.path}'"
+        leaves, entry.by_rows = entry.by_rows, {}
+        others = [*entry.layer.parameters(), *self.capture.running.shadows]
+        return self._row_by_row.ask(tap, output, leaves, others, entry.rows or 1, self.capture.batch_inputs(), what)
 
     def _forward(self, entry: Entry, keep: bool) -> Any:
         """The entry's forward again, from the same random state, with the taps of its layers at work."""
@@ -100,7 +151,7 @@ class TiedUses:
         running.depth += 1
         try:
             with paddle.enable_grad():
-                return entry.layer.forward(*entry.args, **entry.kwargs)
+                return entry.layer(*entry.args, **entry.kwargs)
         finally:
             running.depth -= 1
             if not keep:
@@ -108,13 +159,16 @@ class TiedUses:
                 set_random_state(after)
             self._put_back(entry)
 
-    def _stand_in(self, key: int, strategy: Strategy, rows: int) -> StandIn:
+    def _stand_in(self, entry: Entry, key: int, strategy: Strategy, rows: int) -> StandIn:
         capture = self.capture
         parameter = capture.parameters[key]
         tap = capture.tap_of(key)
         if strategy.kind == "expanded":
             made = expanded(parameter, rows, strategy.axes)
             tap.keep_own_gradient(capture, made, parameter, rows)
+            return made
+        if strategy.kind == "rows":
+            entry.by_rows[key] = made = stand_in(parameter)
             return made
         return stand_in(parameter, tap.on_product(capture, parameter))
 
@@ -128,6 +182,10 @@ class TiedUses:
     def _put_back(self, entry: Entry) -> None:
         while entry.stood_in:
             self.capture.put_back(*entry.stood_in.pop())
+
+
+def _same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(mine) == len(theirs) and all(close(a, b) for a, b in zip(mine, theirs))
 
 
 def _key(entry: Entry) -> tuple[int, bool]:

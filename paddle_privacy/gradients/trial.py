@@ -14,7 +14,7 @@ parameters' places:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_privacy.gradients.hooks import hooks_paused
-from paddle_privacy.gradients.stand_in import broadcasts, expanded, stand_in
+from paddle_privacy.gradients.stand_in import StandIn, broadcasts, expanded, stand_in
 
 # (values in the parameters' places) -> the layer's output tensors, with the random state as in the first run.
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -43,14 +43,19 @@ def tolerance(x: Tensor) -> float:
     return {paddle.float64: 1e-9, paddle.float32: 1e-4}.get(x.dtype, 5e-2)
 
 
-def find_strategies(run: Run, parameters: Sequence[Tensor], rows: int) -> list[Strategy | None]:
-    """The strategy of each parameter; ``None`` where it has to be replayed or differentiated row by row."""
+def find_strategies(
+    run: Run, parameters: Sequence[Tensor], rows: int, others: Sequence[Tensor] = ()
+) -> list[Strategy | None]:
+    """The strategy of each parameter; ``None`` where it has to be replayed or differentiated row by row.
+
+    `others` are the other parameters of the layer; see :func:`gradients`.
+    """
     products: set[int] = set()
     stand_ins = [stand_in(p, _noting(products, k)) for k, p in enumerate(parameters)]
     with paddle.enable_grad():
         outputs = run(stand_ins)
     members = [(k, member) for k, one in enumerate(stand_ins) for member in one.family()]
-    reached = {k for (k, _), hit in zip(members, used(outputs, [member for _, member in members])) if hit}
+    reached = {k for (k, _), hit in zip(members, used(outputs, [member for _, member in members], others)) if hit}
     del outputs
     found: list[Strategy | None] = [
         None if k in reached else Strategy("product" if k in products else "unused") for k in range(len(parameters))
@@ -73,7 +78,28 @@ def _noting(products: set[int], k: int) -> Callable[[Tensor, Tensor, bool], None
     return note
 
 
-def used(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
+def gradients(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    others: Iterable[Tensor],
+    output_grads: Sequence[Tensor] | None = None,
+    keep_graph: bool = False,
+) -> list[Tensor | None]:
+    """``paddle.grad``, with `others` (whatever wants a gradient below the outputs) asked for too.
+
+    Paddle 3.3's kernels take a parameter that nobody asks for to be frozen, whereupon the input gradient of a layer
+    norm lacks its scale and that of a recurrent layer fails.
+    """
+    wanted = {id(x): x for x in leaves}
+    wanted.update((id(x), x) for x in others if not x.stop_gradient)
+    with hooks_paused():
+        made = paddle.grad(
+            list(outputs), list(wanted.values()), grad_outputs=output_grads, retain_graph=keep_graph, allow_unused=True
+        )
+    return made[: len(leaves)]
+
+
+def used(outputs: Sequence[Tensor], leaves: Sequence[Tensor], others: Iterable[Tensor] = ()) -> list[bool]:
     """Which leaves the autograd graph of the outputs reaches.
 
     Asked of ``paddle.grad``, which skips what reaches none of them: reading ``Tensor.grad_fn`` would keep the graph
@@ -82,9 +108,7 @@ def used(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
     tops = list({id(x): x for x in outputs if not x.stop_gradient}.values())
     if not tops or not leaves:
         return [False] * len(leaves)
-    with hooks_paused():
-        made = paddle.grad(tops, list(leaves), retain_graph=True, allow_unused=True)
-    return [gradient is not None for gradient in made]
+    return [gradient is not None for gradient in gradients(tops, leaves, others, keep_graph=True)]
 
 
 def _perturbed(parameter: Tensor, seed: int, rows: int | None = None) -> Tensor:
@@ -93,7 +117,7 @@ def _perturbed(parameter: Tensor, seed: int, rows: int | None = None) -> Tensor:
     shape = values.shape if rows is None else (rows, *values.shape)
     size = 0.1 * (float(np.sqrt(np.mean(values**2))) + 0.1) if values.size else 0.1
     moved = values + size * np.random.RandomState(seed).standard_normal(shape)
-    return paddle.to_tensor(moved, dtype=parameter.dtype, place=parameter.place)
+    return stand_in(paddle.to_tensor(moved, dtype=parameter.dtype, place=parameter.place), source=parameter)
 
 
 def _expansion(run: Run, parameters: Sequence[Tensor], k: int, rows: int) -> int | None:
@@ -101,16 +125,19 @@ def _expansion(run: Run, parameters: Sequence[Tensor], k: int, rows: int) -> int
     others = [_perturbed(p, j) for j, p in enumerate(parameters)]
     copies = _perturbed(parameters[k], 1000 + k, rows)
 
+    def like_k(values: Tensor) -> StandIn:
+        return stand_in(values, source=parameters[k])
+
     def with_k(values: Tensor) -> list[Tensor]:
         return [*others[:k], values, *others[k + 1 :]]
 
-    first, last = run(with_k(copies[0])), run(with_k(copies[-1]))
+    first, last = run(with_k(like_k(copies[0]))), run(with_k(like_k(copies[-1])))
     if not _moved(first, last):
         return None
     for axes in range(1 if broadcasts(parameters[k]) else _MOST_AXES + 1):
         shaped = copies.reshape(expanded(parameters[k], rows, axes).shape)
         try:
-            together = run(with_k(shaped))
+            together = run(with_k(like_k(shaped)))
         except Exception:
             # A shape that does not fit is what the trial is for.
             continue
@@ -124,9 +151,9 @@ def _together(run: Run, parameters: Sequence[Tensor], found: list[Strategy | Non
     chosen = [k for k, s in enumerate(found) if s is not None and s.kind == "expanded"]
     if len(chosen) < 2:
         return True
-    plain = run([p.detach() for p in parameters])
+    plain = run([stand_in(p) for p in parameters])
     values = [
-        expanded(p, rows, s.axes) if s is not None and s.kind == "expanded" else p.detach()
+        expanded(p, rows, s.axes) if s is not None and s.kind == "expanded" else stand_in(p)
         for p, s in zip(parameters, found)
     ]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import numpy as np
 import paddle
@@ -10,7 +11,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn
 
-from paddle_privacy import UnsupportedLayer
+from paddle_privacy import PrivacyWarning, UnsupportedLayer
 from paddle_privacy.gradients.bare import BareTap
 from paddle_privacy.gradients.capture import Capture
 from paddle_privacy.gradients.locate import locate
@@ -291,13 +292,70 @@ def test_a_head_that_multiplies_by_the_embedding_carries_the_cross_term(name):
         assert set(factors) == {n for n, _ in model.named_parameters()}
 
 
-def test_a_functional_use_that_is_no_product_is_refused():
-    again = lambda s, h: F.embedding(paddle.argmax(h, -1), s.embed.weight)  # noqa: E731
+def test_a_functional_use_that_is_no_product_is_differentiated_row_by_row_and_said():
+    again = lambda s, h: F.embedding(paddle.argmax(h, -1), s.embed.weight) * h  # noqa: E731
     model = randomise(built(lambda: TiedModel(again), "float64"))
     ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, 6]))
-    with pytest.raises(UnsupportedLayer, match="'embed.weight' is also used outside the layer"):
-        captured(model, projected_loss(), [ids])
-    assert not model.embed.weight.stop_gradient
+    with pytest.warns(PrivacyWarning, match=r"\['embed.weight'\] are used in 'TiedModel' outside the layers that own"):
+        assert_parity(model, projected_loss(), [ids])
+
+
+class Positions(nn.Layer):
+    """Looks positions up as [T], like minimal language models do."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(7, D), nn.Embedding(16, D)
+        self.mix, self.combine = nn.Linear(D, D), combine
+
+    def forward(self, ids):
+        return self.mix(self.combine(self, self.embed(ids), paddle.arange(ids.shape[1])))
+
+
+POSITIONS = {
+    "added": (lambda s, x, at: x + s.positions(at), False),
+    "keyword": (lambda s, x, at: x + s.positions(x=at), False),
+    "twice": (lambda s, x, at: x * s.positions(at) + s.positions(at + 1), False),
+    "pair-wise": (lambda s, x, at: x * s.positions((at.unsqueeze(1) - at).abs()).sum(axis=-2), False),
+    "unsqueezed": (lambda s, x, at: x + s.positions(at).unsqueeze(0), True),
+    "mean-over-positions": (lambda s, x, at: x + s.positions(at).mean(axis=0), True),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_lookups_that_all_samples_share(name):
+    combine, slow = POSITIONS[name]
+    model = randomise(built(lambda: Positions(combine), "float64"))
+    ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, 6]))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_parity(model, projected_loss(), [ids], reduction="mean")
+    assert any("outside the layers that own them" in str(w.message) for w in said) == slow
+
+
+def test_a_table_that_all_samples_share():
+    class Bias(nn.Layer):
+        """Relative position biases: a layer that is called without any tensor."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = self.create_parameter([11, 2])
+
+        def forward(self, steps):
+            at = paddle.arange(steps)
+            return self.table[(at.unsqueeze(1) - at + 5).flatten()].reshape([steps, steps, 2])
+
+    class Attention(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.project, self.bias = nn.Linear(D, D), Bias()
+
+        def forward(self, x):
+            h = self.project(x)
+            return F.softmax(h @ h.transpose([0, 2, 1]) + self.bias(x.shape[1]).sum(axis=-1), axis=-1) @ h
+
+    with pytest.warns(PrivacyWarning, match=r"\['bias.table'\]"):
+        assert_parity(randomise(built(Attention, "float64")), projected_loss(), [floats(6, D)])
 
 
 @pytest.mark.parametrize("name", ["vit", "cls-token", "pos-sliced", "matmul-T", "tied"])

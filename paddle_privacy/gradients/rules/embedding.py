@@ -17,7 +17,7 @@ def _refuses(layer: nn.Embedding) -> str | None:
     return None
 
 
-@register_grad_rule(nn.Embedding, refuses=_refuses)
+@register_grad_rule(nn.Embedding, lookup=True, refuses=_refuses)
 def embedding(layer: nn.Embedding, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """G = Σₜ e(idₜ) gₜᵀ; the row `padding_idx` counts for nothing, as in the layer's own backward."""
     num_rows, dim = layer.weight.shape

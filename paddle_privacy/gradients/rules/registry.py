@@ -28,6 +28,7 @@ class GradRule:
     input_free: frozenset[str]
     shadowed: frozenset[str]
     many_outputs: bool
+    lookup: bool
     refuses: Callable[[Any], str | None]
 
 
@@ -44,6 +45,7 @@ def register_grad_rule(
     input_free: Iterable[str] = (),
     shadowed: Iterable[str] = (),
     many_outputs: bool = False,
+    lookup: bool = False,
     refuses: Callable[[Any], str | None] = _never,
 ) -> Callable[[Rule], Rule]:
     """Decorator that teaches the library a layer type.
@@ -58,13 +60,15 @@ def register_grad_rule(
         many_outputs: the layer returns several tensors; `output_grad` is then a tuple with one place for each
             distinct tensor in the order in which they are returned, all but one of them ``None``, and the rule is
             called once for each gradient that arrives.
+        lookup: the layer looks its inputs up in a table, so that inputs without a batch axis (positions, [T]) give
+            outputs without one.
         refuses: ``refuses(layer)`` returns why this instance cannot be handled (and what to do), or ``None``.
 
     The rule itself is trusted: check it with :func:`paddle_privacy.check_grad_rule`.
     """
 
     def register(rule: Rule) -> Rule:
-        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), many_outputs, refuses)
+        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), many_outputs, lookup, refuses)
         for layer_type in layer_types:
             if isinstance(layer_type, str):
                 _by_name[layer_type] = entry
