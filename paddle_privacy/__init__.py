@@ -27,13 +27,17 @@ if TYPE_CHECKING:
     from paddle_privacy.gradients.per_sample import per_sample_gradients
     from paddle_privacy.gradients.rule_check import check_grad_rule
     from paddle_privacy.release import export_for_inference
+    from paddle_privacy.schedules import ExponentialSchedule, LambdaSchedule, StepSchedule
     from paddle_privacy.validation import ModuleValidator
 
 # Named here, imported when first asked for: most programs use few of them, and the import of the package stays short.
 _ON_DEMAND = {
     "DPAdamBC": "adam_bc",
+    "ExponentialSchedule": "schedules",
+    "LambdaSchedule": "schedules",
     "ModuleValidator": "validation",
     "PrivacyEngine": "engine",
+    "StepSchedule": "schedules",
     "check_grad_rule": "gradients.rule_check",
     "check_independence": "gradients.independence",
     "export_for_inference": "release",
@@ -57,6 +61,8 @@ __all__ = [
     "DPAdamBC",
     "DPAdamW",
     "DPMomentum",
+    "ExponentialSchedule",
+    "LambdaSchedule",
     "Ledger",
     "LedgerError",
     "ModuleValidator",
@@ -67,6 +73,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyError",
     "PrivacyWarning",
+    "StepSchedule",
     "UnsupportedEvent",
     "UnsupportedLayer",
     "__version__",
