@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import hmac
 import json
 import math
 import os
@@ -97,6 +98,8 @@ class Ledger:
 
     Args:
         path: a JSON Lines file; ``<path>.head`` appears beside it and belongs to it.
+        header: what the owner of the data adds to every run's header, such as ``data_fingerprint`` (see
+            :func:`file_fingerprint`) or ``public_fields``; it cannot replace what the optimizer says about itself.
 
     ``open`` creates the ledger or continues it; several runs on one dataset share one ledger, and
     :attr:`spent` tells the accountant where to start from.
@@ -114,8 +117,9 @@ class Ledger:
     =====================================  ==================================================================
     """
 
-    def __init__(self, path: PathLike) -> None:
+    def __init__(self, path: PathLike, header: dict[str, Any] | None = None) -> None:
         self.path = Path(path)
+        self._extra_header = dict(header or {})
         self._fd = -1
         self._head_fd = -1
         self._pid = -1
@@ -165,7 +169,7 @@ class Ledger:
         if missing:
             raise ValueError(f"header lacks {', '.join(missing)}; pass None for what the run does not know")
         try:
-            header = json.loads(json.dumps(header, allow_nan=False))
+            header = json.loads(json.dumps({**self._extra_header, **header}, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"header must be plain JSON without NaN or infinity: {error}") from error
         if self.is_open:
@@ -400,3 +404,19 @@ def parameter_fingerprint(parameters: Iterable[Any]) -> str:
     """
     lines = sorted(f"{list(parameter.shape)} {parameter.dtype}" for parameter in parameters)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def file_fingerprint(paths: Iterable[PathLike], key: bytes = b"") -> str:
+    """SHA-256 (HMAC with ``key``) over the contents of data files in order, for a header's ``data_fingerprint``.
+
+    A fingerprint confirms a correct guess of the whole data set to anyone who sees the ledger. Where that matters, give
+    a secret ``key`` and keep it with the data.
+    """
+    digest = hmac.new(key, digestmod="sha256")
+    for path in paths:
+        with open(path, "rb") as stream:
+            content = hashlib.sha256()
+            for block in iter(lambda: stream.read(1 << 20), b""):  # noqa: B023
+                content.update(block)
+        digest.update(content.digest())
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from paddle_privacy.errors import LedgerError
-from paddle_privacy.ledger import REQUIRED_HEADER, Ledger, environment
+from paddle_privacy.ledger import REQUIRED_HEADER, Ledger, environment, file_fingerprint
 from paddle_privacy.verify.chain import BrokenLedger, Head, head_path, read_head, read_ledger, seal
 
 GAUSSIAN = {"event": "Gaussian", "noise_multiplier": 1.5}
@@ -316,3 +316,21 @@ def test_the_head_never_leads_the_ledger(tmp_path, monkeypatch):
         ledger.append(GAUSSIAN, 1.0, step)
     ledger.close()
     assert seen == [(2, 1), (3, 2), (4, 3), (5, 4)]
+
+
+def test_the_owner_of_the_data_adds_to_every_header(tmp_path):
+    data = tmp_path / "rows.tsv"
+    data.write_text("a\nb\n")
+    print_of = file_fingerprint([data])
+    path = tmp_path / "l.jsonl"
+    owner = {"data_fingerprint": print_of, "public_fields": ["realised_batch"], "unit": "hospital"}
+    with Ledger(path, owner).open(header()) as ledger:
+        ledger.append(GAUSSIAN, 1.0, 1, realised_batch=3)
+    kept = read_ledger(path).runs[0].header
+    assert kept["data_fingerprint"] == print_of
+    assert kept["unit"] == "row", "the optimizer's own statement stands"
+    data.write_text("a\nc\n")
+    assert file_fingerprint([data]) != print_of
+    assert file_fingerprint([data], key=b"k") != file_fingerprint([data])
+    with pytest.raises(LedgerError, match="data_fingerprint"):
+        Ledger(path, {"data_fingerprint": file_fingerprint([data])}).open(header())
