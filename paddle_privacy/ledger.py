@@ -416,7 +416,7 @@ def file_fingerprint(paths: Iterable[PathLike], key: bytes = b"") -> str:
     for path in paths:
         with open(path, "rb") as stream:
             content = hashlib.sha256()
-            for block in iter(lambda: stream.read(1 << 20), b""):  # noqa: B023
+            for block in iter(lambda: stream.read(1 << 20), b""):
                 content.update(block)
         digest.update(content.digest())
     return digest.hexdigest()
