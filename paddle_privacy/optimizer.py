@@ -500,7 +500,7 @@ class DPAdamW(PrivateOptimizer, AdamW):
 
 
 for _cls, _base in ((DPSGD, SGD), (DPMomentum, Momentum), (DPAdam, Adam), (DPAdamW, AdamW)):
-    _cls.__signature__ = _joined_signature(_base)  # type: ignore[attr-defined]
+    _cls.__signature__ = _joined_signature(_base)
 
 
 def _distinct(parameters: Any) -> list[Tensor]:

@@ -226,19 +226,20 @@ class Spending:
 
     def _calibrated(self) -> float:
         """The smallest σ whose ε over the planned epochs does not exceed the target."""
-        if self.kind == "poisson":
-            plan = {"sample_rate": self.sample_rate, "steps": self.planned_steps}
-        elif self.kind == "shuffle":
-            plan = {"sample_rate": 1.0, "steps": self._planned_passes()}
-        else:
-            plan = {"sample_rate": 1.0, "steps": self.planned_steps}
-        if plan["steps"] is None:
+        rate = self.sample_rate if self.kind == "poisson" else 1.0
+        steps = self._planned_passes() if self.kind == "shuffle" else self.planned_steps
+        if rate is None or steps is None:
             raise PrivacyError(
                 "target_epsilon cannot be turned into a noise multiplier without the number of rows; pass "
                 "data_loader=loader or dataset_size=N"
             )
+        assert self.target_epsilon is not None and self.target_delta is not None
         sigma = get_noise_multiplier(
-            target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant.name, **plan
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            sample_rate=rate,
+            steps=steps,
+            accountant=self.accountant.name,
         )
         return self._room_for_statistics(sigma)
 
