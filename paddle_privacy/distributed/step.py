@@ -54,7 +54,8 @@ class SharedStep:
         located = optimizer._capture.located
         refuse_split_models(located.roots, located.names)
         refuse_hybrid_groups()
-        self._compare("models", {"trained parameters": optimizer._fingerprint()})
+        trained = [p for p in optimizer._clipped_sum.parameters if not p.stop_gradient]
+        self._compare("models", {located.names[id(p)]: f"{list(p.shape)} {p.dtype}" for p in trained})
         state = {id(t): t for root in located.roots for t in (*root.parameters(), *root.buffers()) if t is not None}
         ranks.broadcast_(list(state.values()))
         optimizer.spending.load_state_dict(ranks.gather_objects(optimizer.spending.state_dict())[0])
@@ -120,7 +121,7 @@ class SharedStep:
         """Raises, naming the settings that differ from rank 0's; returns where none does."""
         everyone = self.ranks.gather_objects(json.loads(json.dumps(settings)))
         for rank, theirs in enumerate(everyone):
-            differing = [name for name in everyone[0] if theirs.get(name) != everyone[0][name]]
+            differing = sorted(n for n in {*everyone[0], *theirs} if theirs.get(n) != everyone[0].get(n))
             if not differing:
                 continue
             if differing == ["parameters"]:
@@ -128,9 +129,9 @@ class SharedStep:
                     f"the parameters of rank {rank} are no longer those of rank 0 (something other than the private "
                     "optimizer changed them, or the ranks compute differently); restart from the last checkpoint"
                 )
-            shown = {name: (everyone[0][name], theirs.get(name)) for name in differing if name != "account"}
+            shown = {n: (everyone[0].get(n), theirs.get(n)) for n in differing[:5] if n != "account"}
             raise PrivacyError(
-                f"the {what} disagree in {differing}: rank 0 and rank {rank} have {shown}; build the optimizer alike "
+                f"the {what} disagree in {differing[:5]}: rank 0 and rank {rank} have {shown}; build the optimizer alike "
                 "on all ranks, and change the learning rate once a step and not once a piece of a batch"
             )
 
