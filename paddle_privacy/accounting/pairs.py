@@ -87,15 +87,19 @@ class Branch:
         values = np.maximum.accumulate(self.loss(table))
         index = np.clip(np.searchsorted(values, loss), 1, table.size - 1)
         left, right = table[index - 1], table[index]
-        x = (left + right) / 2
+        outside = (loss <= values[0]) | (loss >= values[-1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = (loss - values[index - 1]) / (values[index] - values[index - 1])
+        x = left + (right - left) * np.clip(np.nan_to_num(share, nan=0.5), 0.0, 1.0)
         for iteration in range(60):
             residual = self.loss(x) - loss
             left, right = np.where(residual < 0, x, left), np.where(residual < 0, right, x)
-            if np.all((np.abs(residual) < 1e-13 * (1 + np.abs(loss))) | (right - left <= 1e-15 * np.abs(right))):
+            near = (np.abs(residual) < 1e-13 * (1 + np.abs(loss))) | (right - left <= 1e-15 * np.abs(right))
+            if np.all(near | outside):
                 break
             with np.errstate(divide="ignore", invalid="ignore"):
                 newton = x - residual / self._slope(x)
-            inside = (newton > left) & (newton < right) & (iteration % 4 != 3)
+            inside = (newton > left) & (newton < right) & (iteration % 8 != 7)
             x = np.where(inside, newton, (left + right) / 2)
         x = np.where(loss <= values[0], -math.inf, x)
         return np.where(loss >= values[-1], math.inf, x)

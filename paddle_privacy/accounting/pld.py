@@ -181,7 +181,7 @@ class Composition:
     ``pessimistic=True`` bounds the truth from above, False from below.
     """
 
-    def __init__(self, parts: Sequence[tuple[Pair, int]], pessimistic: bool = True, tolerance: float = 2e-5) -> None:
+    def __init__(self, parts: Sequence[tuple[Pair, int]], pessimistic: bool = True, tolerance: float = 4e-5) -> None:
         self.parts = [(pair, count) for pair, count in parts if count > 0]
         self.count = sum(count for _, count in self.parts)
         self.pessimistic = pessimistic
@@ -284,7 +284,7 @@ class Composition:
         window = float(np.min((upward - (theta + ladder) * epsilon - log_delta - math.log(1e-7)) / ladder))
         top = max(top, mean + 2 * deviation, epsilon, bottom + window) + deviation
         # The grid adds count·spacing²/12 to the mean loss and twice that to its variance.
-        allowed = self.tolerance * min(1.0, max(5 * abs(epsilon), 1e-3))
+        allowed = self.tolerance * min(max(5 * abs(epsilon), 1e-3), 1.0) * min(max(epsilon / 10, 1.0), 2.5)
         spacing = math.sqrt(12 * allowed / (self.count * (1 + theta)))
         spacing = min(spacing, 0.02 * deviation, (top - bottom) / 4096)
         if not self.pessimistic:

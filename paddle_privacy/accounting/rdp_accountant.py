@@ -164,13 +164,21 @@ class RDPAccountant(Accountant):
         if value == 0 or len(self._totals) > _REFINE_LIMIT:
             return value, order
         centre, width = math.log(order - 1), math.log(2) / 2
-        for _ in range(6):
-            orders = 1 + np.exp(centre + width * np.linspace(-1, 1, 9))
-            values = bound(orders, self._exact(orders, group_size))
+        for _ in range(3):
+            logs = centre + width * np.linspace(-1, 1, 9)
+            values = bound(1 + np.exp(logs), self._exact(1 + np.exp(logs), group_size))
             best = int(np.argmin(values))
             if values[best] < value:
-                value, order = float(values[best]), float(orders[best])
+                value, order = float(values[best]), float(1 + np.exp(logs[best]))
             centre, width = math.log(order - 1), width / 4
+        if 0 < best < 8:
+            # The vertex of the parabola through the best point and its neighbours.
+            left, middle, right = values[best - 1 : best + 2]
+            bend = left - 2 * middle + right
+            if bend > 0:
+                vertex = 1 + math.exp(logs[best] + (logs[1] - logs[0]) * (left - right) / (2 * bend))
+                last = float(bound(np.array([vertex]), self._exact(np.array([vertex]), group_size))[0])
+                value, order = min((value, order), (last, vertex))
         return value, order
 
 
@@ -207,11 +215,13 @@ def epsilon_curve(event: Event, steps: Sequence[int] | np.ndarray | int, delta: 
     def intercept(orders: np.ndarray) -> np.ndarray:
         return np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
 
-    for _ in range(8):
+    tried = np.zeros(0)
+    for _ in range(10):
         lines, breaks = _lower_envelope(slopes, intercept(orders))
         # Where two neighbouring lines meet, an order between them may give less; add those that do.
         between = np.sqrt((orders[lines[1:]] - 1) * (orders[lines[:-1]] - 1)) + 1
-        wanted = (breaks > positive.min() / 4) & (breaks < positive.max() * 4)
+        wanted = (breaks > positive.min() / 4) & (breaks < positive.max() * 4) & ~np.isin(between, tried)
+        tried = np.concatenate([tried, between[wanted]])
         between, meeting, low = between[wanted], breaks[wanted], lines[:-1][wanted]
         if not between.size:
             break

@@ -53,7 +53,7 @@ def test_renyi_on_fractional_orders_is_never_looser(rate, sigma, steps, delta):
 
 
 @given(**{**drawn, "sigma": st.floats(0.8, 8.0)})
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_loss_distributions_agree(rate, sigma, steps, delta):
     ours = PLDAccountant().step(sigma, rate, steps)
     low, high = ours.get_epsilon_bounds(delta)
@@ -81,7 +81,7 @@ def test_replace_one_agrees(rate, sigma, steps):
 
 
 def test_group_privacy_is_their_mixture_of_gaussians():
-    rate, sigma, steps, group = 0.01, 2.0, 300, 3
+    rate, sigma, steps, group = 0.01, 3.0, 300, 2
     weights = [math.comb(group, j) * rate**j * (1 - rate) ** (group - j) for j in range(group + 1)]
     theirs = google_pld.from_mixture_gaussian_mechanism(sigma, list(range(group + 1)), weights).self_compose(steps)
     ours = PLDAccountant().step(sigma, rate, steps)
