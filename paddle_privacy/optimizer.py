@@ -26,6 +26,7 @@ from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.gradients.capture import Capture, Group
 from paddle_privacy.gradients.guard import refuse_other_gradients
 from paddle_privacy.gradients.locate import locate
+from paddle_privacy.gradients.loss_scaling import ScalerWatch, watch_loss_scaling
 from paddle_privacy.kernels.fused_update import fused_update
 from paddle_privacy.ledger import Ledger, environment, parameter_fingerprint
 from paddle_privacy.noise import NoiseGenerator
@@ -144,6 +145,8 @@ class PrivateOptimizer(Optimizer):
         self.batch_size, self.loss_reduction = batch_size, loss_reduction
         self.last_norms: Tensor | None = None
         self._clipped_sum = clipped_sum
+        watch_loss_scaling()
+        self._scaler_watch = ScalerWatch()
         self._backwards = 0
         self._logical_batch_complete = True
         self._logical_batch: tuple[int, int] | None = None
@@ -224,13 +227,16 @@ class PrivateOptimizer(Optimizer):
     def _absorb(self, group: Group) -> None:
         """A backward() is over: clip and add its samples. Failures are raised by step()."""
         self._backwards += 1
+        self._scaler_watch.saw(group.scaling)
+        factor = 1.0 if group.scaling is None else group.scaling.factor
         rows = group.batch or 0
         if group.emission is None or not group.emission.placeholder:
-            self._clipped_sum.add(group, float(rows) if self.loss_reduction == "mean" else 1.0)
+            self._clipped_sum.add(group, (rows if self.loss_reduction == "mean" else 1.0) / factor)
 
     def _forget_samples(self) -> None:
         self._clipped_sum.clear()
         self._capture.used_inputs.clear()
+        self._scaler_watch.forget()
         self._backwards = 0
         self._logical_batch, self._logical_batch_complete = None, True
 
@@ -289,6 +295,7 @@ class PrivateOptimizer(Optimizer):
                 "step() without a backward() through the layers that own this optimizer's parameters; call "
                 "loss.backward() first, and check that the model in use is the one whose parameters the optimizer holds"
             )
+        self._scaler_watch.check()
         return True
 
     def _agree(self, shared: SharedStep) -> None:
@@ -359,6 +366,14 @@ class PrivateOptimizer(Optimizer):
         epsilon = self.spending.spent(delta).epsilon if delta is not None else None
         charged = event if count == 1 else SelfComposed(event, count)
         ledger.append(charged.to_dict(), epsilon, self.spending.steps)
+
+    def _set_auxiliary_var(self, key: str, val: Any) -> None:
+        """GradScaler says whether a gradient overflowed, and asks afterwards: to a private optimizer none did."""
+        # Paddle's own update sets it back with a plain bool.
+        if key == "found_inf" and isinstance(val, Tensor):
+            self._scaler_watch.called_by_scaler = True
+            val = paddle.to_tensor([False])
+        super()._set_auxiliary_var(key, val)
 
     # Paddle's other ways to a step
 

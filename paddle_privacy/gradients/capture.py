@@ -31,6 +31,7 @@ from paddle_privacy.gradients.factors import Factor
 from paddle_privacy.gradients.guard import MixingGuard, claim, mixes_samples, repeated_batch
 from paddle_privacy.gradients.hooks import LayerHooks
 from paddle_privacy.gradients.locate import Located, Owner
+from paddle_privacy.gradients.loss_scaling import Scaled, scaling_of
 from paddle_privacy.gradients.probe import StructureProbe
 from paddle_privacy.gradients.recurrent import RecurrentTap
 from paddle_privacy.gradients.rules import find_rule
@@ -44,16 +45,19 @@ class Group:
 
     Attributes:
         frame: Paddle's outermost ``backward`` call, by which nested backward passes (recompute) are told from new ones.
+        scaling: what GradScaler multiplied the loss by, if it did.
         rows_known: called once, with the group, as soon as its number of samples is known.
         inputs: what the model was called with in the forwards whose gradients arrived.
         emission: what the sampler said about the batch.
     """
 
-    def __init__(self, frame: FrameType, rows_known: Callable[[Group], None] | None):
+    def __init__(
+        self, frame: FrameType, rows_known: Callable[[Group], None] | None = None, scaling: Scaled | None = None
+    ):
         self.batch: int | None = None
         self.first_path = ""
         self.factors: dict[int, list[Factor]] = {}
-        self.frame, self.rows_known = frame, rows_known
+        self.frame, self.rows_known, self.scaling = frame, rows_known, scaling
         self.thread = threading.get_ident()
         self.inputs: dict[int, Tensor] = {}
         self.emission: Any = None
@@ -262,7 +266,7 @@ class Capture:
         if self.group is not None and self.group.thread == threading.get_ident() and self.group.frame is not frame:
             self.close()
         if self.group is None:
-            self.group = Group(frame, self.on_rows)
+            self.group = Group(frame, self.on_rows, scaling_of(frame))
             self._thread = self.group.thread
         elif self.group.thread != threading.get_ident():
             raise PrivacyError(
