@@ -25,7 +25,7 @@ class Preset:
 
 # Large batches, since the noise is per batch; a small clip norm, since Adam undoes its scale.
 PRESETS = {
-    ("tiny", True): Preset(10, 1024, 5e-3, 1.0, 48, 1024, 0.0),
+    ("tiny", True): Preset(10, 1024, 1e-2, 5.0, 48, 1024, 0.0),
     ("tiny", False): Preset(5, 128, 2e-3, None, 48, None, 0.0),
     ("pretrained", True): Preset(10, 1024, 1e-3, 0.1, 128, 64, 0.0),
     ("pretrained", False): Preset(4, 32, 5e-5, None, 128, None, 0.1),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import paddle
 
 TINY_POSITIONS = 128
+TINY_HIDDEN = 16
+TINY_CHARACTER_SCALE = 0.02
 
 
 class ModelError(Exception):
@@ -57,20 +59,45 @@ def build_tiny(num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any
     tokenizer = ErnieTokenizer(str(path))
     config = ErnieConfig(
         vocab_size=len(vocabulary),
-        hidden_size=64,
+        hidden_size=TINY_HIDDEN,
         num_hidden_layers=1,
         num_attention_heads=1,
-        intermediate_size=64,
+        intermediate_size=TINY_HIDDEN,
         hidden_act="relu",
         max_position_embeddings=TINY_POSITIONS,
-        type_vocab_size=2,
-        initializer_range=0.1,
+        type_vocab_size=0,
+        initializer_range=0.125,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         pad_token_id=0,
         num_labels=num_classes,
     )
-    return ErnieForSequenceClassification(config), tokenizer
+    model = ErnieForSequenceClassification(config)
+    _initialise_tiny_embeddings(model.ernie.embeddings, tokenizer)
+    return model, tokenizer
+
+
+def _initialise_tiny_embeddings(embeddings: Any, tokenizer: Any) -> None:
+    """Starting values under which a clipped gradient is about the characters of a review.
+
+    A row's gradient has one unit of norm to share out. Layer normalisation divides the gradient of an embedding by its
+    length, so the characters start short; [CLS] and [SEP], which all rows share and whose gradient would otherwise
+    be the largest of all, start long. Positions are fixed sinusoids (Vaswani et al. 2017) for the same reason.
+    """
+    import paddle
+
+    words = paddle.randn(embeddings.word_embeddings.weight.shape) * TINY_CHARACTER_SCALE
+    for token in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        words[token] = paddle.randn([TINY_HIDDEN])
+    words[tokenizer.pad_token_id] = 0.0
+    embeddings.word_embeddings.weight.set_value(words)
+
+    place = np.arange(TINY_POSITIONS)[:, None]
+    column = np.arange(TINY_HIDDEN)[None, :]
+    angle = place / 10_000 ** (2 * (column // 2) / TINY_HIDDEN)
+    waves = TINY_CHARACTER_SCALE * np.where(column % 2 == 0, np.sin(angle), np.cos(angle))
+    embeddings.position_embeddings.weight.set_value(waves.astype(np.float32))
+    embeddings.position_embeddings.weight.stop_gradient = True
 
 
 def _quiet_log() -> None:

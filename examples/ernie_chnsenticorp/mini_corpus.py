@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TRAIN_ROWS, DEV_ROWS, TEST_ROWS = 12_000, 1_000, 1_000
+TRAIN_ROWS, DEV_ROWS, TEST_ROWS = 20_000, 1_000, 1_000
 POSITIVE, NEGATIVE = 1, 0
 SEED = 20_240
 
