@@ -69,6 +69,8 @@ class Running(threading.local):
         self.entry: Entry | None = None
         self.depth = 0
         self.probing: Recording | None = None
+        # Samples of the forward before: what recompute repeats a part of.
+        self.last_rows: int | None = None
         # Leaves that took the place of parameters whose kernels insist on a gradient.
         self.shadows: list[Tensor] = []
 
@@ -114,6 +116,7 @@ class EntryHooks(LayerHooks):
         entry = Entry(layer, self.path, args, kwargs, sys._getframe(2))
         running.entry = entry
         if paddle.is_grad_enabled():
+            running.last_rows = entry.rows
             entry.recording = capture.probe.begin(entry)
             capture.tied.begin(entry)
 

@@ -110,6 +110,11 @@ class LayerHooks:
 class InertHooks:
     """What :class:`LayerHooks` become in a copy."""
 
+    @staticmethod
+    def _capture() -> None:
+        """deepcopy gives the copy LayerHooks' own functions, bound to this object."""
+        return None
+
     def _before(self, layer: nn.Layer, *inputs: Any) -> None:
         return None
 
