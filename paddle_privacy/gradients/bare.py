@@ -13,7 +13,8 @@ from paddle import Tensor, nn
 
 from paddle_privacy.gradients.hooks import map_tensors, tensors
 from paddle_privacy.gradients.replay import ForwardAgain, RowByRow, is_random, replay
-from paddle_privacy.gradients.rules.registry import Lazy
+from paddle_privacy.gradients.rules.peft import SPELT_OUT
+from paddle_privacy.gradients.rules.registry import Lazy, class_name
 from paddle_privacy.gradients.stand_in import StandIn, expanded, stand_in
 from paddle_privacy.gradients.tap import Call, Tap, own_node
 from paddle_privacy.gradients.trial import Strategy, find_strategies
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
 class Bare:
     """One forward of the layer: which stand-ins stand where."""
 
-    def __init__(self, trained: list[tuple[str, Tensor]], strategies: list[Strategy], forward: ForwardAgain):
+    def __init__(
+        self,
+        trained: list[tuple[str, Tensor]],
+        strategies: list[Strategy],
+        forward: ForwardAgain,
+        held: dict[str, Any],
+    ):
         self.trained, self.strategies, self.forward = trained, strategies, forward
+        # Attributes of the layer that are set otherwise while it runs.
+        self.held = held
         self.stand_ins: dict[str, StandIn] = {}
         self.replayed = [item for item, s in zip(trained, strategies) if s.kind in ("replay", "rows")]
         self.by_rows = any(s.kind == "rows" for s in strategies)
@@ -55,9 +64,17 @@ class BareTap(Tap):
         rows = capture.rows()
         if rows is None:
             rows = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim), 1)
+        spelt_out = SPELT_OUT.get(class_name(type(layer)), {})
+        held = {name: layer.__dict__[name] for name in spelt_out}
+        layer.__dict__.update(spelt_out)
         slots = [(layer, name) for name, _ in trained]
         forward = ForwardAgain(layer, slots, args, kwargs, rows)
-        bare = Bare(trained, self.strategies_for(layer, trained, forward), forward)
+        try:
+            strategies = self.strategies_for(layer, trained, forward)
+        except BaseException:
+            layer.__dict__.update(held)
+            raise
+        bare = Bare(trained, strategies, forward, held)
         for (name, parameter), strategy in zip(trained, bare.strategies):
             if strategy.kind == "unused":
                 continue
@@ -75,6 +92,7 @@ class BareTap(Tap):
 
     def leave(self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]]) -> Bare:
         bare: Bare = self.open.entered.pop()
+        layer.__dict__.update(bare.held)
         for name in bare.stand_ins:
             capture.put_back(layer, name)
         return bare

@@ -103,9 +103,9 @@ def _worst(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -
     for name, wanted in expected.items():
         a, b = found[name].numpy().astype("float64"), wanted.numpy().astype("float64")
         error = np.where(np.isfinite(a), np.abs(a - b), np.inf) / scale
-        place = np.unravel_index(int(error.argmax()), error.shape)
+        place = tuple(int(n) for n in np.unravel_index(int(error.argmax()), error.shape))
         if worst is None or error[place] > worst[0]:
-            worst = (float(error[place]), name, tuple(int(n) for n in place), float(a[place]), float(b[place]))
+            worst = (float(error[place]), name, place, float(a[place]), float(b[place]))
     assert worst is not None
-    error_there, name, place, a_there, b_there = worst
-    return GradRuleCheck(error_there <= rtol, rtol, error_there, name, place[0], place[1:], a_there, b_there)
+    worst_error, name, at, a_there, b_there = worst
+    return GradRuleCheck(worst_error <= rtol, rtol, worst_error, name, at[0], at[1:], a_there, b_there)

@@ -26,7 +26,7 @@ from paddle_privacy.gradients.rules.linear import positions
 ProductHook = Callable[[Tensor, Tensor, bool], None]
 
 
-class StandIn(paddle.base.core.eager.Tensor):  # type: ignore[misc, name-defined]
+class StandIn(paddle.base.core.eager.Tensor):
     """A leaf with a parameter's memory that notices products.
 
     Attributes:
@@ -131,8 +131,8 @@ def noticing_matmul(*args: Any, **kwargs: Any) -> Tensor:
     x, w = named.get("x"), named.get("y")
     if not (isinstance(w, StandIn) and w.on_product is not None and paddle.is_grad_enabled()):
         return _matmul(*args, **kwargs)
-    usual = isinstance(x, Tensor) and x.ndim > 1 and not named.get("transpose_x") and len(named) <= 4
-    if not usual or not set(named) <= {"x", "y", "transpose_x", "transpose_y"}:
+    known = set(named) <= {"x", "y", "transpose_x", "transpose_y"} and not named.get("transpose_x")
+    if not known or not isinstance(x, Tensor) or x.ndim < 2:
         return _matmul(*args, **kwargs)
     transposed = bool(named.get("transpose_y"))
     y = _matmul(x, w.plain, False, transposed)

@@ -22,7 +22,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_privacy.gradients.hooks import hooks_paused
-from paddle_privacy.gradients.stand_in import StandIn, broadcasts, expanded, stand_in
+from paddle_privacy.gradients.stand_in import ProductHook, StandIn, broadcasts, expanded, stand_in
 
 # (values in the parameters' places) -> the layer's output tensors, with the random state as in the first run.
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -51,14 +51,16 @@ def find_strategies(
     `others` are the other parameters of the layer; see :func:`gradients`.
     """
     products: set[int] = set()
-    stand_ins = [stand_in(p, _noting(products, k)) for k, p in enumerate(parameters)]
+    unusual: set[int] = set()
+    stand_ins = [stand_in(p, _noting(products, unusual, k, rows)) for k, p in enumerate(parameters)]
     with paddle.enable_grad():
         outputs = run(stand_ins)
     members = [(k, member) for k, one in enumerate(stand_ins) for member in one.family()]
     reached = {k for (k, _), hit in zip(members, used(outputs, [member for _, member in members], others)) if hit}
     del outputs
     found: list[Strategy | None] = [
-        None if k in reached else Strategy("product" if k in products else "unused") for k in range(len(parameters))
+        None if k in reached | unusual else Strategy("product" if k in products else "unused")
+        for k in range(len(parameters))
     ]
     left = [k for k, strategy in enumerate(found) if strategy is None]
     if left and rows > 1:
@@ -71,9 +73,9 @@ def find_strategies(
     return found
 
 
-def _noting(products: set[int], k: int) -> Callable[[Tensor, Tensor, bool], None]:
+def _noting(products: set[int], unusual: set[int], k: int, rows: int) -> ProductHook:
     def note(x: Tensor, y: Tensor, transposed: bool) -> None:
-        products.add(k)
+        (products if x.shape[0] == rows else unusual).add(k)
 
     return note
 

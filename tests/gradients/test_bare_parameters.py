@@ -74,6 +74,12 @@ CASES = {
     "low-rank": (lambda s, x: x @ s.a @ s.b * 0.5, {"a": [D, 2], "b": [2, 3]}, {}, {"a": "product", "b": "product"}),
     "functional-linear": (lambda s, x: F.linear(x, s.w, s.b), {"w": [D, 3], "b": [3]}, {}, None),
     "in-place-after-product": (lambda s, x: (x @ s.w).add_(x @ s.w), {"w": [D, D]}, {}, {"w": "product"}),
+    "flattened-product": (
+        lambda s, x: (x.reshape([-1, D]) @ s.w).reshape([x.shape[0], -1, 3]),
+        {"w": [D, 3]},
+        {},
+        {"w": "replay"},
+    ),
     "scale": (lambda s, x: x * s.gamma, {"gamma": [D]}, {}, {"gamma": "expanded"}),
     "scale-and-shift": (
         lambda s, x: s.gamma * x + s.beta,
@@ -91,13 +97,25 @@ CASES = {
     "pos-without-leading-one": (lambda s, x: x + s.pos, {"pos": [3, D]}, {}, {"pos": "expanded"}),
     "pos-sliced": (lambda s, x: x + s.pos[: x.shape[1]], {"pos": [7, D]}, {}, {"pos": "replay"}),
     "softmax-weights": (
-        lambda s, x: (F.softmax(s.w, axis=0).reshape([3, 1]) * x).sum(axis=1),
+        lambda s, x: (F.softmax(s.w, axis=0).reshape([-1, 1]) * x).sum(axis=1),
         {"w": [3]},
         {},
         {"w": "replay"},
     ),
     "einsum": (lambda s, x: paddle.einsum("btd,dp->btp", x, s.w), {"w": [D, 3]}, {}, {"w": "replay"}),
     "product-and-other-use": (lambda s, x: x @ s.w + s.w.sum(), {"w": [D, 3]}, {}, {"w": "replay"}),
+    "norm-inside": (
+        lambda s, x: s.norm(x + s.pos[: x.shape[1]]) * s.pos.mean(),
+        {"pos": [7, D]},
+        {"norm": lambda: nn.LayerNorm(D)},
+        {"pos": "replay"},
+    ),
+    "recurrence-inside": (
+        lambda s, x: s.lstm(x + s.pos[: x.shape[1]])[0],
+        {"pos": [7, D]},
+        {"lstm": lambda: nn.LSTM(D, 3)},
+        {"pos": "replay"},
+    ),
     "branch-not-taken": (lambda s, x: x * s.a if s.training else x @ s.w, {"a": [D], "w": [D, D]}, {}, None),
 }
 
@@ -111,8 +129,6 @@ def test_bare_parameters_are_exact(name, positions):
         shapes = {k: [B + (name == "cls-token") if n in (3, 4) else n for n in v] for k, v in shapes.items()}
         if name == "cls-token":
             shapes["cls"] = [1, 1, D]
-        if name == "softmax-weights":
-            pytest.skip("its reshape fixes three positions")
     model = randomise(built(lambda: Bare(function, shapes, **children), "float64"))
     assert_parity(model, projected_loss(), [floats(positions, D)], reduction="mean")
     assert_parity(model, projected_loss(), [floats(positions, D, batch=1)])

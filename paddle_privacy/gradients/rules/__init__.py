@@ -1,6 +1,6 @@
 """A file a layer family; importing the package registers them all."""
 
-from paddle_privacy.gradients.rules import convolution, elementwise, embedding, linear, normalization, recurrent
+from paddle_privacy.gradients.rules import convolution, elementwise, embedding, linear, normalization, peft, recurrent
 from paddle_privacy.gradients.rules.registry import GradRule, find_rule, register_grad_rule
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "find_rule",
     "linear",
     "normalization",
+    "peft",
     "recurrent",
     "register_grad_rule",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -15,7 +17,7 @@ from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
 @register_grad_rule(nn.LayerNorm, input_free=["bias"], shadowed=["weight"])
 def layer_norm(layer: nn.LayerNorm, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """Ba et al. 2016; the normalised shape may span several axes, the parameters are flat."""
-    width = layer.weight.shape[0] if layer.weight is not None else layer.bias.shape[0]
+    width = math.prod(layer._normalized_shape)
     g = widen(output_grad).reshape([output_grad.shape[0], -1, width])
 
     def weight() -> Dense:

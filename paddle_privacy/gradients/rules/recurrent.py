@@ -129,7 +129,7 @@ def products(du: Tensor, dv: Tensor, x: Tensor, h: Tensor) -> dict[str, Lazy]:
 
 
 @register_grad_rule(nn.SimpleRNNCell, nn.LSTMCell, nn.GRUCell, many_outputs=True)
-def cell(layer: Any, inputs: tuple, output_grad: tuple) -> dict[str, Lazy]:
+def cell(layer: Any, inputs: tuple, output_grad: Any) -> dict[str, Lazy]:
     """One step. `output_grad` holds ∂h and, for an LSTM, ∂c, ``None`` where that output reaches no loss."""
     x = widen(inputs[0])
     batch = x.shape[0]
@@ -179,10 +179,11 @@ class Recurrence(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, x: Tensor, h0: Tensor, c0: Tensor | None, direction: Direction) -> tuple:
-        """`trigger` wants a gradient, so that backward runs where nothing upstream is trained."""
+        """`trigger` wants a gradient where nothing else does, so that backward runs there too."""
         states = [s.unsqueeze(0) for s in (h0, c0) if s is not None]
         cell = direction.cell
-        out, _, last = paddle._C_ops.rnn(
+        kernel: Any = paddle._C_ops.rnn
+        out, _, last = kernel(
             x,
             states,
             direction.weights,
@@ -265,7 +266,8 @@ def run_fused(
     """What ``layer._cudnn_impl`` computes, with `keep` called for each cell with its factors in the backward pass."""
     x = inputs if layer.time_major else inputs.transpose([1, 0, 2])
     trigger = paddle.zeros([1], x.dtype)
-    trigger.stop_gradient = False
+    # Only where nothing else does: paddle.grad cannot pass a PyLayer some of whose inputs it was not asked for.
+    trigger.stop_gradient = not all(t.stop_gradient for t in (x, *initial_states))
     directions = layer.num_directions
     last: list[tuple] = []
     for k in range(layer.num_layers):
@@ -274,8 +276,8 @@ def run_fused(
         outputs = []
         cells = [layer[k].cell] if directions == 1 else [layer[k].cell_fw, layer[k].cell_bw]
         for d, one in enumerate(cells):
-            states = [s[k * directions + d] for s in initial_states]
-            h0, c0 = states[0], (states[1] if len(states) > 1 else None)
+            first = [s[k * directions + d] for s in initial_states]
+            h0, c0 = first[0], (first[1] if len(first) > 1 else None)
             order = _reversal(x, sequence_length) if d else None
             sequence = _reordered(x, order)
             out, *final = Recurrence.apply(trigger, sequence, h0, c0, Direction(layer, one, sequence_length, keep))

@@ -17,7 +17,7 @@ from paddle import Tensor, nn
 from paddle_privacy.gradients.factors import Factor
 
 Lazy = Union[Factor, Tensor, Callable[[], Union[Factor, Tensor]]]
-Rule = Callable[[Any, tuple, Tensor], Mapping[str, Lazy]]
+Rule = Callable[[Any, tuple, Any], Mapping[str, Lazy]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class GradRule:
     many_outputs: bool
     lookup: bool
     refuses: Callable[[Any], str | None]
+    unless: Callable[[Any], bool]
 
 
 _by_type: dict[type, GradRule] = {}
@@ -47,6 +48,7 @@ def register_grad_rule(
     many_outputs: bool = False,
     lookup: bool = False,
     refuses: Callable[[Any], str | None] = _never,
+    unless: Callable[[Any], bool] = lambda layer: False,
 ) -> Callable[[Rule], Rule]:
     """Decorator that teaches the library a layer type.
 
@@ -63,12 +65,14 @@ def register_grad_rule(
         lookup: the layer looks its inputs up in a table, so that inputs without a batch axis (positions, [T]) give
             outputs without one.
         refuses: ``refuses(layer)`` returns why this instance cannot be handled (and what to do), or ``None``.
+        unless: ``unless(layer)`` is true for instances that the rule does not describe; they are treated like a layer
+            without a rule (by products, expansion or replay).
 
     The rule itself is trusted: check it with :func:`paddle_privacy.check_grad_rule`.
     """
 
     def register(rule: Rule) -> Rule:
-        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), many_outputs, lookup, refuses)
+        entry = GradRule(rule, frozenset(input_free), frozenset(shadowed), many_outputs, lookup, refuses, unless)
         for layer_type in layer_types:
             if isinstance(layer_type, str):
                 _by_name[layer_type] = entry
@@ -82,6 +86,12 @@ def register_grad_rule(
 
 
 def find_rule(layer: nn.Layer) -> GradRule | None:
-    """The rule for exactly this layer's class, or ``None``."""
+    """The rule for exactly this layer's class, or ``None`` where none describes this instance."""
     cls = type(layer)
-    return _by_type.get(cls) or _by_name.get(f"{cls.__module__}.{cls.__qualname__}")
+    rule = _by_type.get(cls) or _by_name.get(class_name(cls))
+    return None if rule is None or rule.unless(layer) else rule
+
+
+def class_name(cls: type) -> str:
+    """``"module.Class"``."""
+    return f"{cls.__module__}.{cls.__qualname__}"
