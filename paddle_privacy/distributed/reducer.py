@@ -28,7 +28,8 @@ _FORWARD = paddle.DataParallel.forward.__code__
 class ReducerHooks(LayerHooks):
     """On an outermost model: switches off the reducer of a ``DataParallel`` around it, whenever that was wrapped.
 
-    The model runs inside the wrapper's forward, before the wrapper prepares its reducer.
+    A wrapper that splits the model among ranks is refused instead. The model runs inside the wrapper's forward, before
+    the wrapper prepares its reducer.
     """
 
     def __init__(self, capture: Capture, layer: nn.Layer, path: str, say: bool):
@@ -40,6 +41,8 @@ class ReducerHooks(LayerHooks):
         while frame is not None:
             if frame.f_code is _FORWARD:
                 self.stand_down(frame.f_locals["self"])
+            elif frame.f_code.co_name == "forward":
+                refuse_split_model(frame.f_locals.get("self"), self.path)
             frame = frame.f_back
 
     def stand_down(self, wrapper: paddle.DataParallel) -> None:
@@ -70,6 +73,18 @@ _SPLIT_MODELS = {
 }
 
 
+_REMEDY = "train with data parallelism (with LoRA or recompute where memory is short)"
+
+
+def refuse_split_model(layer: object, path: str) -> None:
+    """Raises UnsupportedLayer where `layer` is one of Paddle's ways to split a model, a sample or an update."""
+    for kind in type(layer).__mro__:
+        if kind.__name__ in _SPLIT_MODELS and kind.__module__.startswith("paddle."):
+            raise UnsupportedLayer(
+                f"layer '{path}' ({type(layer).__name__}): {_SPLIT_MODELS[kind.__name__]}; {_REMEDY}"
+            )
+
+
 def refuse_split_models(roots: list[nn.Layer], names: dict[int, str]) -> None:
     """Raises UnsupportedLayer where a rank holds only a part of the model or of a sample.
 
@@ -77,20 +92,14 @@ def refuse_split_models(roots: list[nn.Layer], names: dict[int, str]) -> None:
         roots: the outermost models.
         names: path of each managed parameter, by id.
     """
-    remedy = "train with data parallelism (with LoRA or recompute where memory is short)"
     for root in roots:
         for path, layer in root.named_sublayers(include_self=True):
-            for kind in type(layer).__mro__:
-                if kind.__name__ in _SPLIT_MODELS and kind.__module__.startswith("paddle."):
-                    raise UnsupportedLayer(
-                        f"layer '{path or type(root).__name__}' ({type(layer).__name__}): "
-                        f"{_SPLIT_MODELS[kind.__name__]}; {remedy}"
-                    )
+            refuse_split_model(layer, path or type(root).__name__)
             for name, parameter in layer._parameters.items():
                 if parameter is None or id(parameter) not in names:
                     continue
                 if getattr(parameter, "is_distributed", False) or parameter.is_dist():
                     raise UnsupportedLayer(
                         f"layer '{path or type(root).__name__}' ({type(layer).__name__}): its parameter '{name}' is "
-                        f"split among ranks, so no rank sees a sample's whole gradient norm; {remedy}"
+                        f"split among ranks, so no rank sees a sample's whole gradient norm; {_REMEDY}"
                     )

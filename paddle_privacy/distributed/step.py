@@ -131,8 +131,8 @@ class SharedStep:
                 )
             shown = {n: (everyone[0].get(n), theirs.get(n)) for n in differing[:5] if n != "account"}
             raise PrivacyError(
-                f"the {what} disagree in {differing[:5]}: rank 0 and rank {rank} have {shown}; build the optimizer alike "
-                "on all ranks, and change the learning rate once a step and not once a piece of a batch"
+                f"the {what} disagree in {differing[:5]}: rank 0 and rank {rank} have {shown}; build the optimizer "
+                "alike on all ranks, and change the learning rate once a step and not once a piece of a batch"
             )
 
     # The sum
