@@ -26,6 +26,8 @@ def _kept_rows(c: paddle.Tensor, first: paddle.Tensor, *others: paddle.Tensor) -
     kept = paddle.nonzero(c).reshape([-1])
     if kept.shape[0] == c.shape[0]:
         return [first, *others, c]
+    if kept.shape[0] == 0:
+        return [tensor[:0] for tensor in (first, *others, c)]
     return [paddle.index_select(tensor, kept, axis=0) for tensor in (first, *others, c)]
 
 
@@ -77,6 +79,9 @@ def norm_layer_sums(
     """See :func:`.reductions.norm_layer_sums`."""
     with paddle.no_grad():
         x, g = x.detach().astype(wide_dtype(x)), g.detach().astype(wide_dtype(x))
+        if x.size == 0:
+            weight, bias = (paddle.zeros([x.shape[0], x.shape[2]], dtype=x.dtype) for _ in range(2))
+            return weight, bias if with_bias else None
         if centered:
             x = x - x.mean(axis=-1, keepdim=True)
         normalised = x * paddle.rsqrt((x * x).mean(axis=-1, keepdim=True) + epsilon)

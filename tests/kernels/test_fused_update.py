@@ -102,7 +102,9 @@ def test_master_weights(name: str, dtype: str) -> None:
         both.append(optimizer)
     for one, other in zip(wide, narrow):
         assert (both[1]._master_weights[other.name].numpy() == one.numpy()).all()
-        assert (one.astype(dtype).astype("float32").numpy() == other.astype("float32").numpy()).all()
+        # Paddle 3.0's own cast to float16 truncates, numpy's rounds.
+        rounded = one.numpy().astype("float16") if dtype == "float16" else one.astype(dtype).astype("float32").numpy()
+        assert (rounded.astype("float32") == other.astype("float32").numpy()).all()
 
 
 class _OwnRule(opt.SGD):
