@@ -374,6 +374,27 @@ def test_a_table_that_all_samples_share():
         assert_parity(randomise(built(Attention, "float64")), projected_loss(), [floats(6, D)])
 
 
+def test_weight_norm_is_exact_and_spectral_norm_refused_with_a_reason():
+    model = built(lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(D, 4)), nn.Tanh(), nn.Linear(4, 2)), "float64")
+    with pytest.warns(PrivacyWarning, match="each step costs as many backward passes as there are samples"):
+        factors = assert_parity(model, projected_loss(), [floats(D)])
+    assert {"0.weight_g", "0.weight_v"} <= set(factors)
+
+    spectral = nn.Sequential(nn.utils.spectral_norm(nn.Linear(D, 4)), nn.Linear(4, 2))
+
+    class Functional(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(D, 4), nn.SpectralNorm([D, 4])
+
+        def forward(self, x):
+            return paddle.matmul(x, self.norm(self.linear.weight))
+
+    for model, place in ((spectral, r"layer '0' \(Linear\)"), (Functional(), r"layer 'norm' \(SpectralNorm\)")):
+        with pytest.raises(UnsupportedLayer, match=place + ": spectral normalisation runs a power iteration"):
+            Capture(locate(model.parameters(), model), lambda group: None)
+
+
 @pytest.mark.parametrize("name", ["vit", "cls-token", "pos-sliced", "matmul-T", "tied"])
 def test_nothing_is_left_behind(name):
     from paddle_privacy.gradients.stand_in import StandIn

@@ -85,8 +85,26 @@ def register_grad_rule(
     return register
 
 
+def refusal(layer: nn.Layer) -> str | None:
+    """Why a layer with trained parameters cannot be handled as it is (and what to do), or ``None``."""
+    spectral = any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values())
+    if spectral or isinstance(layer, nn.SpectralNorm):
+        return (
+            "spectral normalisation runs a power iteration in every forward, so that none can be repeated and its "
+            "gradients cannot be told apart sample by sample; build the model without it, or with weight_norm"
+        )
+    rule = find_rule(layer)
+    return None if rule is None else rule.refuses(layer)
+
+
+# Hooks of paddle.nn.utils that compute a layer's weight from other parameters before its forward.
+_REPARAMETRISING = ("WeightNorm", "SpectralNorm")
+
+
 def find_rule(layer: nn.Layer) -> GradRule | None:
     """The rule for exactly this layer's class, or ``None`` where none describes this instance."""
+    if any(type(hook).__name__ in _REPARAMETRISING for hook in layer._forward_pre_hooks.values()):
+        return None
     cls = type(layer)
     rule = _by_type.get(cls) or _by_name.get(class_name(cls))
     return None if rule is None or rule.unless(layer) else rule
