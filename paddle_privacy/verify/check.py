@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..accounting import Event, get_accountant
 from ..errors import LedgerError
 from .chain import LedgerContents, PathLike, Run, read_ledger
-from .losses import LossInterval, Part, epsilon_interval, parts_of
+from .losses import COARSE, LossInterval, Part, epsilon_interval, parts_of
 
 CHECKPOINTS = 4
 """Besides the last step of each run, ε is recomputed at this many steps in between."""
@@ -138,11 +139,9 @@ def _limit_passed(contents: LedgerContents, before: dict[int, int], run: Run, in
     recorded = run.epsilon[index]
     if math.isnan(recorded):
         return 0.0
-    counts = dict(before)
-    for number in run.event_ids[: index + 1]:
-        counts[number] = counts.get(number, 0) + 1
+    counts = Counter(before) + Counter(run.event_ids[: index + 1])
     spent = [(contents.events[number], count) for number, count in counts.items()]
-    floor = epsilon_interval(_parts(spent), run.header["delta"]).low
+    floor = epsilon_interval(_parts(spent), run.header["delta"], COARSE).low
     return floor if recorded < floor * (1 - _ROUNDING) - _ROUNDING else 0.0
 
 

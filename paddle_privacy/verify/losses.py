@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-GRID = 1 << 18
+FINE, COARSE = 1 << 18, 1 << 15
+"""Points of the grid. Both give limits that hold; on the fine one they lie closer together."""
+
 _TILTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
@@ -93,7 +95,7 @@ def _shift(event: dict) -> float:
     raise ValueError(f"event {kind!r} inside a sampled event is unknown to the verifier")
 
 
-def epsilon_interval(parts: list[Part], delta: float) -> LossInterval:
+def epsilon_interval(parts: list[Part], delta: float, grid: int = FINE) -> LossInterval:
     """Where the smallest ε at ``delta`` lies, adding and removing the row both considered."""
     live = _merged(parts)
     if not live:
@@ -101,7 +103,7 @@ def epsilon_interval(parts: list[Part], delta: float) -> LossInterval:
     tight = all(part.tight for part in live)
     if any(math.isinf(part.shift) for part in live):
         return LossInterval(math.inf, math.inf, tight)
-    sides = [_one_direction(live, removing, delta) for removing in (True, False)]
+    sides = [_one_direction(live, removing, delta, grid) for removing in (True, False)]
     return LossInterval(max(low for low, _ in sides), max(high for _, high in sides), tight)
 
 
@@ -123,28 +125,28 @@ def _merged(parts: list[Part]) -> list[Part]:
     return merged
 
 
-def _one_direction(parts: list[Part], removing: bool, delta: float) -> tuple[float, float]:
+def _one_direction(parts: list[Part], removing: bool, delta: float, grid: int) -> tuple[float, float]:
     """(ε low, ε high) of one direction, by a grid that is fitted to the composed loss."""
     width = _window(parts, removing, delta)
-    step = 2 * width / GRID
-    spectrum = np.ones(GRID // 2 + 1, dtype=np.complex128)
+    step = 2 * width / grid
+    spectrum = np.ones(grid // 2 + 1, dtype=np.complex128)
     center, spread, lost = 0.0, 0.0, 0.0
     for part in parts:
-        mass, mean, missing = _discrete_loss(part, removing, step)
+        mass, mean, missing = _discrete_loss(part, removing, step, grid)
         spectrum *= np.fft.rfft(mass) ** part.count
         center += part.count * mean
         spread += part.count * step**2
         lost += part.count * missing
-    law = np.maximum(np.fft.irfft(spectrum, GRID), 0.0)
+    law = np.maximum(np.fft.irfft(spectrum, grid), 0.0)
     # Index k stands for the loss offset k·step, negative from the middle on; true loss = offset + rounding correction.
-    offsets = (np.arange(GRID) - GRID // 2) * step
-    law = np.roll(law, GRID // 2)
+    offsets = (np.arange(grid) - grid // 2) * step
+    law = np.roll(law, grid // 2)
     losses = offsets + center
     # Rounding errors are independent, centred and within one step: Hoeffding at a tenth of a per cent of δ.
     slack = 1e-3 * delta
     reach = math.sqrt(spread / 2 * math.log(2 / slack))
     # A power of the spectrum keeps its absolute error within the count of factors times the machine's precision.
-    error = slack + lost + 4 * float(np.finfo(np.float64).eps) * (math.sqrt(GRID) + sum(part.count for part in parts))
+    error = slack + lost + 4 * float(np.finfo(np.float64).eps) * (math.sqrt(grid) + sum(part.count for part in parts))
     low = _epsilon_at(losses, law, delta + error) - reach
     high = _epsilon_at(losses, law, delta - error) + reach if delta > 2 * error else math.inf
     return max(0.0, low), max(0.0, high)
@@ -187,18 +189,18 @@ def _log_ratio(z: np.ndarray, part: Part) -> np.ndarray:
     return np.logaddexp(math.log1p(-part.rate), math.log(part.rate) + exponent)
 
 
-def _discrete_loss(part: Part, removing: bool, step: float) -> tuple[np.ndarray, float, float]:
+def _discrete_loss(part: Part, removing: bool, step: float, grid: int) -> tuple[np.ndarray, float, float]:
     """The loss minus its mean, rounded to the grid and wrapped; the mean left to add; the mass outside the grid."""
     mean = _mean_loss(part, removing)
     base = step * round(mean / step)
-    edges = base + (np.arange(GRID + 1) - GRID // 2 - 0.5) * step
+    edges = base + (np.arange(grid + 1) - grid // 2 - 0.5) * step
     below, above = _loss_cdf(part, removing, edges)
     mass = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
     mass = np.maximum(mass, 0.0)
     missing = float(below[0] + above[-1])
-    offsets = (np.arange(GRID) - GRID // 2) * step
+    offsets = (np.arange(grid) - grid // 2) * step
     correction = mean - base - float(mass @ offsets)
-    return np.roll(mass, -(GRID // 2)), base + correction, missing
+    return np.roll(mass, -(grid // 2)), base + correction, missing
 
 
 def _loss_cdf(part: Part, removing: bool, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
