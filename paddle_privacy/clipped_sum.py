@@ -9,7 +9,7 @@ from paddle import Tensor
 
 from paddle_privacy.clipping import Clipping
 from paddle_privacy.gradients.capture import Group
-from paddle_privacy.gradients.factors import accumulation_dtype, merge
+from paddle_privacy.gradients.factors import Factor, accumulation_dtype, merge
 
 
 class ClippedSum:
@@ -46,20 +46,46 @@ class ClippedSum:
         """
         if not group.batch:
             return
-        factors = {key: merge(uses) for key, uses in group.factors.items()}
-        group.factors.clear()
+        total = group.taken_squares
+        if group.factors:
+            factors = {key: merge(uses) for key, uses in group.factors.items()}
+            group.factors.clear()
+            squared = self._squared_norms(list(factors.items()), group.batch) * scale**2
+            total = [*total, squared.sum(axis=0)]
+            self._add(factors, squared, scale)
+        if total:
+            whole = sum(total[1:], total[0])
+            finite = paddle.nonzero(paddle.isfinite(whole)).reshape([-1])
+            self.non_finite += group.batch - finite.shape[0]
+            self._norms.append(whole.index_select(finite).sqrt())
+
+    def add_layer(self, group: Group, keys: list[int], scale: float) -> None:
+        """Clips and adds what the samples of `group` do to one block, before the rest of their gradients is known.
+
+        Only where each layer is a block of its own. A sample whose part is not finite is left out of this block.
+        """
+        blocks = {self._blocks[key] for key in keys}
+        members = {id(p) for p in self.parameters if self._blocks[id(p)] in blocks and not p.stop_gradient}
+        if len(blocks) != 1 or not members <= set(keys) or not group.batch:
+            return
+        factors = {key: merge(group.factors.pop(key)) for key in keys}
+        group.taken.update(keys)
         squared = self._squared_norms(list(factors.items()), group.batch) * scale**2
+        group.taken_squares.append(squared.sum(axis=0))
+        self._add(factors, squared, scale)
+
+    def _add(self, factors: dict[int, Factor], squared: Tensor, scale: float) -> None:
+        """Adds the samples whose squared norms [blocks, B] are finite; consumes `factors`."""
         finite = paddle.isfinite(squared).all(axis=0)
         if not bool(finite.all()):
             rows = paddle.nonzero(finite).reshape([-1])
-            self.non_finite += group.batch - rows.shape[0]
             if rows.shape[0] == 0:
                 return
-            factors = {key: factor.select(rows) for key, factor in factors.items()}
+            for key in factors:
+                factors[key] = factors[key].select(rows)
             squared = squared.index_select(rows, axis=1)
         weights = self.clipping.factors(squared)
         self._sensitivity = max(self._sensitivity, self.clipping.sensitivity)
-        self._norms.append(squared.sum(axis=0).sqrt())
         self._clipped.append((weights < 1.0).any(axis=0))
         for key in list(factors):
             # Popped one by one: each factor's activations are freed before the next sum is made.

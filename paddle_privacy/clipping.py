@@ -31,6 +31,8 @@ class Clipping(ABC):
     """Base of all clippings."""
 
     name: str
+    # Whether a layer's factors follow from its own norms, so that it can be summed before the others are known.
+    by_layer = False
     _schedule: Schedule | None = None
 
     @property
@@ -116,6 +118,7 @@ class PerLayerClipping(Clipping):
     """
 
     name = "per_layer"
+    by_layer = True
 
     def __init__(self, clip_norm: float | Sequence[float]):
         if isinstance(clip_norm, (list, tuple)):

@@ -151,7 +151,8 @@ class PrivateOptimizer(Optimizer):
         self._logical_batch_complete = True
         self._logical_batch: tuple[int, int] | None = None
         self._ledger = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
-        self._capture = Capture(located, self._absorb, self._reconcile)
+        early = self._absorb_layer if made_clipping.by_layer else None
+        self._capture = Capture(located, self._absorb, self._reconcile, early)
         self._capture.withdraw_published()
         self._updating = False
         self._shared: SharedStep | None = None
@@ -228,10 +229,18 @@ class PrivateOptimizer(Optimizer):
         """A backward() is over: clip and add its samples. Failures are raised by step()."""
         self._backwards += 1
         self._scaler_watch.saw(group.scaling)
-        factor = 1.0 if group.scaling is None else group.scaling.factor
-        rows = group.batch or 0
         if group.emission is None or not group.emission.placeholder:
-            self._clipped_sum.add(group, (rows if self.loss_reduction == "mean" else 1.0) / factor)
+            self._clipped_sum.add(group, self._scale_of(group))
+
+    def _absorb_layer(self, group: Group, keys: list[int]) -> None:
+        """All the gradients of a layer are there: clip and add them while the backward goes on."""
+        if group.emission is None or not group.emission.placeholder:
+            self._clipped_sum.add_layer(group, keys, self._scale_of(group))
+
+    def _scale_of(self, group: Group) -> float:
+        """What turns recorded gradients into those of one sample's loss."""
+        factor = 1.0 if group.scaling is None else group.scaling.factor
+        return ((group.batch or 0) if self.loss_reduction == "mean" else 1.0) / factor
 
     def _forget_samples(self) -> None:
         self._clipped_sum.clear()

@@ -34,10 +34,11 @@ from paddle_privacy.gradients.locate import Located, Owner
 from paddle_privacy.gradients.loss_scaling import Scaled, scaling_of
 from paddle_privacy.gradients.probe import StructureProbe
 from paddle_privacy.gradients.recurrent import RecurrentTap
-from paddle_privacy.gradients.rules import find_rule
+from paddle_privacy.gradients.rules import find_rule, refusal
 from paddle_privacy.gradients.rules.recurrent import FUSED
 from paddle_privacy.gradients.tap import Tap
 from paddle_privacy.gradients.tied import TiedUses
+from paddle_privacy.gradients.uses import Uses
 
 
 class Group:
@@ -49,6 +50,7 @@ class Group:
         rows_known: called once, with the group, as soon as its number of samples is known.
         inputs: what the model was called with in the forwards whose gradients arrived.
         emission: what the sampler said about the batch.
+        taken: parameters whose samples were clipped before the backward pass ended, layer by layer.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Group:
         self.thread = threading.get_ident()
         self.inputs: dict[int, Tensor] = {}
         self.emission: Any = None
+        self.taken: set[int] = set()
+        # What became of them: squared norms [B] of each.
+        self.taken_squares: list[Tensor] = []
 
     def announce(self) -> None:
         if self.rows_known is not None:
@@ -79,6 +84,11 @@ class Group:
                 f"layer '{path}' saw {factor.batch} rows on its first axis where layer '{self.first_path}' saw "
                 f"{self.batch} in the same backward(); the first axis of every activation must be the batch"
             )
+        if key in self.taken:
+            raise PrivacyError(
+                f"a parameter of layer '{path}' got another gradient after the layer's samples had been clipped, so "
+                "they would count twice; use clipping='flat' with a layer that is used in such a way"
+            )
         self.factors.setdefault(key, []).append(factor)
 
 
@@ -89,6 +99,8 @@ class Capture:
         located: the layers that own the managed parameters.
         on_group: called with each finished :class:`Group`: at the next forward, the next backward or step().
         on_rows: called with each group while its backward runs, once its number of samples is known.
+        on_layer: called with the group and the parameters (by id) of a layer as soon as all their uses have arrived,
+            which frees what they are made of early; only where that can be known.
         for_training: whether an optimizer will step with it, so that an older one over the same parameters cannot.
 
     Raises:
@@ -100,11 +112,14 @@ class Capture:
         located: Located,
         on_group: Callable[[Group], None],
         on_rows: Callable[[Group], None] | None = None,
+        on_layer: Callable[[Group, list[int]], None] | None = None,
         *,
         for_training: bool = True,
     ):
         self.located, self.on_group, self.on_rows, self.for_training = located, on_group, on_rows, for_training
         self.parameters = {id(p): p for owner in located.owners for p in owner.parameters.values()}
+        self.on_layer = on_layer
+        self.uses = Uses()
         self.group: Group | None = None
         self.running = Running()
         self.probe = StructureProbe(self)
@@ -123,9 +138,9 @@ class Capture:
 
     def _install(self) -> list[LayerHooks]:
         for owner in self.located.owners:
-            rule = find_rule(owner.layer)
             trained = any(not p.stop_gradient for p in owner.parameters.values())
-            reason = rule.refuses(owner.layer) if rule is not None else None
+            trained = trained or isinstance(owner.layer, nn.SpectralNorm)
+            reason = refusal(owner.layer)
             if trained and reason is not None:
                 raise UnsupportedLayer(f"layer '{owner.path}' ({type(owner.layer).__name__}): {reason}")
         if self.for_training:
@@ -235,8 +250,11 @@ class Capture:
     def rows(self) -> int | None:
         """How many samples the running forward has, if that is known."""
         entry = self.running.entry
+        if entry is not None:
+            return entry.rows
         # Recompute runs a layer in the backward pass, after its model's forward.
-        return entry.rows if entry is not None else self.group.batch if self.group is not None else None
+        known = self.group.batch if self.group is not None else None
+        return self.running.last_rows if known is None else known
 
     def has_batch(self, x: Tensor) -> bool:
         """Whether the first axis of an input can be the batch, or one row that stands for it."""
@@ -279,6 +297,7 @@ class Capture:
         group, self.group = self.group, None
         if group is None:
             return
+        self.uses.forget()
         with self.keeping_failure("the end of backward()"), paddle.no_grad():
             if not returned(group.frame):
                 raise PrivacyError("a backward() did not finish, so its samples cannot be used; run the batch again")

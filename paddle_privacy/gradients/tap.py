@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 class Call:
     """One forward of a tapped layer, until its output gradient arrives."""
 
-    __slots__ = ("arrived", "batch_inputs", "inputs", "versions", "wanted")
+    __slots__ = ("arrived", "batch_inputs", "inputs", "layer", "versions", "wanted")
 
     def __init__(self, inputs: tuple, wanted: dict[str, int], batch_inputs: list[Tensor]):
         self.wanted = wanted
         # What the model was called with in this forward.
         self.batch_inputs = batch_inputs
+        # Set where this is a plain call of the layer, whose only output is watched.
+        self.layer: int | None = None
         # Detached: the same memory, but the record keeps no graph alive.
         self.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
         self.versions = [x.inplace_version if isinstance(x, Tensor) else 0 for x in self.inputs]
@@ -201,6 +203,9 @@ class Tap(LayerHooks):
             if out.stop_gradient or len(distinct) > 1:
                 out = own_node(out)
             replaced[key] = out
+            if len(distinct) == 1:
+                call.layer = id(layer)
+                capture.uses.watched(capture, layer, wanted.values())
             self._ask(layer, call, out, position, len(distinct))
         return map_tensors(lambda x: replaced[id(x)], output)
 
@@ -261,6 +266,8 @@ class Tap(LayerHooks):
             entry.check_rows(self.path, type(layer).__name__, rows)
         if running.probing is None:
             entry.called.add(id(layer))
+            if opened.wanted and not paddle.is_grad_enabled() and entry.recording is not None:
+                capture.uses.postponed(layer)
         if recording is not None and recording.wanted:
             with paddle.no_grad():
                 recording.add(Seen(self.path, type(layer).__name__, opened.wanted, axis, inputs, output, rows))
@@ -327,3 +334,7 @@ class Tap(LayerHooks):
                 if not isinstance(factor, (Factor, Tensor)):
                     factor = factor()
                 group.add(key, Dense(factor) if isinstance(factor, Tensor) else factor, self.path)
+            if call.layer is not None:
+                keys = list(call.wanted.values())
+                if capture.uses.arrived(call.layer, keys) and capture.on_layer is not None:
+                    capture.on_layer(group, keys)

@@ -173,6 +173,7 @@ class TiedUses:
         return stand_in(parameter, tap.on_product(capture, parameter))
 
     def _install(self, entry: Entry, key: int, value: Tensor) -> None:
+        self.capture.uses.elsewhere.add(key)
         for owner in self.capture.located.owners:
             for name, parameter in owner.parameters.items():
                 if id(parameter) == key:
