@@ -38,6 +38,16 @@ def amplified(sigma: float, rate: float, steps: int) -> float:
     return compute_epsilon(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=DELTA)
 
 
+def private(net: nn.Layer, kind=pp.DPSGD, **changes):
+    defaults = {"learning_rate": 0.1, "clip_norm": 1.0, "noise_multiplier": 2.0, "batch_size": 4}
+    return kind(**{"parameters": net.parameters(), **defaults, **changes})
+
+
+def one_step(net: nn.Layer, optimizer) -> None:
+    nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
+    optimizer.step()
+
+
 def run(loader, optimizer, net, epochs: int = 1) -> None:
     for _ in range(epochs):
         for x, y in loader:
@@ -75,9 +85,7 @@ def test_the_loop_of_the_readme_knows_its_loader():
 
 def test_with_nothing_known_every_row_is_in_every_step():
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(), learning_rate=0.01, clip_norm=1.0, noise_multiplier=2.0, batch_size=8
-    )
+    optimizer = private(net, batch_size=8)
     data = Rows(64)
     batches = [(paddle.to_tensor(data.x[i : i + 8]), paddle.to_tensor(data.y[i : i + 8])) for i in range(0, 64, 8)]
     with pytest.warns(pp.PrivacyWarning, match="every row takes part in every step; pass data_loader") as caught:
@@ -92,14 +100,7 @@ def test_poisson_batches_are_amplified_at_rate_batch_over_n(n, batch_size):
     rows = Rows(n)
     loader = DataLoader(rows, batch_sampler=PoissonBatchSampler(rows, batch_size=batch_size))
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.01,
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        batch_size=batch_size,
-        data_loader=loader,
-    )
+    optimizer = private(net, noise_multiplier=1.0, batch_size=batch_size, data_loader=loader)
     run(loader, optimizer, net, epochs=2)
     steps = 2 * -(-n // batch_size)
     assert optimizer.spending.steps == steps
@@ -112,14 +113,7 @@ def test_a_poisson_loader_nobody_mentioned_is_found_behind_dataset_size():
     rows = Rows(60)
     loader = DataLoader(rows, batch_sampler=PoissonBatchSampler(rows, batch_size=6))
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.01,
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        batch_size=6,
-        dataset_size=60,
-    )
+    optimizer = private(net, noise_multiplier=1.0, batch_size=6, dataset_size=60)
     run(loader, optimizer, net)
     assert optimizer.get_privacy_spent(DELTA).epsilon == pytest.approx(amplified(1.0, 0.1, 10), rel=1e-9)
 
@@ -130,13 +124,8 @@ def test_empty_poisson_batches_are_noise_only_steps():
     sampler = PoissonBatchSampler(rows, batch_size=0.1, steps=40)
     loader = DataLoader(rows, batch_sampler=sampler)
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=1.0,
-        clip_norm=1e-12,
-        noise_multiplier=1e9,
-        batch_size=0.1,
-        data_loader=loader,
+    optimizer = private(
+        net, learning_rate=1.0, clip_norm=1e-12, noise_multiplier=1e9, batch_size=0.1, data_loader=loader
     )
     seen = []
     for x, y in loader:
@@ -156,14 +145,7 @@ def test_an_empty_batch_contributes_exactly_nothing():
     sampler = PoissonBatchSampler(rows, batch_size=0.05, steps=20)
     loader = DataLoader(rows, batch_sampler=sampler)
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=1.0,
-        clip_norm=1.0,
-        noise_multiplier=0.0,
-        batch_size=0.05,
-        data_loader=loader,
-    )
+    optimizer = private(net, learning_rate=1.0, noise_multiplier=0.0, batch_size=0.05, data_loader=loader)
     for x, y in loader:
         before = net.weight.numpy()
         nn.functional.cross_entropy(net(x), y).backward()
@@ -175,14 +157,7 @@ def test_an_empty_batch_contributes_exactly_nothing():
 def test_shuffled_loader_charges_one_participation_a_pass_also_when_broken_off():
     loader = DataLoader(Rows(40), batch_size=10, shuffle=True, drop_last=True)
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.1,
-        clip_norm=1.0,
-        noise_multiplier=3.0,
-        batch_size=10,
-        data_loader=loader,
-    )
+    optimizer = private(net, noise_multiplier=3.0, batch_size=10, data_loader=loader)
     for _ in range(3):
         for x, y in loader:
             nn.functional.cross_entropy(net(x), y).backward()
@@ -195,15 +170,7 @@ def test_declared_poisson_over_a_shuffled_loader_is_said_in_every_report():
     loader = DataLoader(Rows(40), batch_size=10, shuffle=True)
     net = nn.Linear(4, 3)
     with pytest.warns(pp.PrivacyWarning, match="sampling='poisson' was declared, but the data loader samples"):
-        optimizer = pp.DPSGD(
-            parameters=net.parameters(),
-            learning_rate=0.1,
-            clip_norm=1.0,
-            noise_multiplier=1.0,
-            batch_size=10,
-            data_loader=loader,
-            sampling="poisson",
-        )
+        optimizer = private(net, noise_multiplier=1.0, batch_size=10, data_loader=loader, sampling="poisson")
     run(loader, optimizer, net)
     assert optimizer.privacy_statement()["sampling_declared_by_user"] is True
     assert optimizer.get_privacy_spent(DELTA).epsilon == pytest.approx(amplified(1.0, 0.25, 4), rel=1e-9)
@@ -234,15 +201,15 @@ def test_target_epsilon_is_met_and_not_passed(kind):
         else DataLoader(rows, batch_size=20, shuffle=True)
     )
     net = nn.Linear(4, 3)
-    optimizer = pp.DPAdam(
-        parameters=net.parameters(),
-        learning_rate=0.01,
-        clip_norm=1.0,
+    optimizer = private(
+        net,
+        noise_multiplier=None,
         target_epsilon=2.0,
         target_delta=DELTA,
         epochs=4,
         batch_size=20,
         data_loader=loader,
+        kind=pp.DPAdam,
     )
     run(loader, optimizer, net, epochs=4)
     assert 1.99 < optimizer.get_privacy_spent().epsilon <= 2.0
@@ -255,21 +222,11 @@ def test_target_epsilon_is_met_and_not_passed(kind):
 
 def test_budget_stops_before_the_step_that_would_pass_it():
     net = nn.Linear(4, 3)
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.1,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        batch_size=4,
-        sampling="none",
-        max_epsilon=unamplified(2.0, 3) * 1.0001,
-        target_delta=DELTA,
-    )
+    optimizer = private(net, sampling="none", max_epsilon=unamplified(2.0, 3) * 1.0001, target_delta=DELTA)
     done = 0
     with pytest.raises(pp.PrivacyBudgetExceeded):
         while True:
-            nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
-            optimizer.step()
+            one_step(net, optimizer)
             done += 1
     assert done == 3
 
@@ -298,19 +255,9 @@ def test_ledger_is_written_before_the_weights_move(tmp_path):
 
     net = nn.Linear(4, 3)
     path = tmp_path / "ledger.jsonl"
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.1,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        batch_size=4,
-        sampling="none",
-        target_delta=DELTA,
-        ledger=path,
-    )
+    optimizer = private(net, sampling="none", target_delta=DELTA, ledger=path)
     for k in range(3):
-        nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
-        optimizer.step()
+        one_step(net, optimizer)
         steps = [r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == "step"]
         assert len(steps) == k + 1
         assert steps[-1]["epsilon"] == pytest.approx(unamplified(2.0, k + 1), rel=1e-9)
@@ -341,68 +288,41 @@ def test_accumulation_across_a_pass_border_does_not_count_a_row_twice():
 
 
 def test_a_new_run_on_an_old_ledger_starts_from_what_was_spent(tmp_path):
-    def private(net):
-        return pp.DPSGD(
-            parameters=net.parameters(),
-            learning_rate=0.1,
-            clip_norm=1.0,
-            noise_multiplier=2.0,
-            batch_size=4,
-            sampling="none",
-            target_delta=DELTA,
-            ledger=ledger,
-        )
+    def on_ledger(net):
+        return private(net, sampling="none", target_delta=DELTA, ledger=ledger)
 
     net = nn.Linear(4, 3)
     with pp.Ledger(tmp_path / "ledger.jsonl") as ledger:
-        first = private(net)
+        first = on_ledger(net)
         for _ in range(3):
-            nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
-            first.step()
+            one_step(net, first)
     ledger = tmp_path / "ledger.jsonl"
-    assert private(nn.Linear(4, 3)).get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 3), rel=1e-9)
+    assert on_ledger(nn.Linear(4, 3)).get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 3), rel=1e-9)
 
 
 def test_state_restored_beside_a_ledger_counts_the_steps_taken_after_it_was_saved(tmp_path):
-    def private(net):
-        return pp.DPSGD(
-            parameters=net.parameters(),
-            learning_rate=0.1,
-            clip_norm=1.0,
-            noise_multiplier=2.0,
-            batch_size=4,
-            sampling="none",
-            target_delta=DELTA,
-            ledger=ledger,
-        )
+    def on_ledger(net):
+        return private(net, sampling="none", target_delta=DELTA, ledger=ledger)
 
     net = nn.Linear(4, 3)
     with pp.Ledger(tmp_path / "ledger.jsonl") as ledger:
-        first = private(net)
+        first = on_ledger(net)
         for k in range(5):
             if k == 3:
                 state = first.state_dict()
-            nn.functional.cross_entropy(net(paddle.ones([4, 4])), paddle.zeros([4], "int64")).backward()
-            first.step()
+            one_step(net, first)
     ledger = tmp_path / "ledger.jsonl"
-    resumed = private(net)
+    resumed = on_ledger(net)
     resumed.set_state_dict(state)
     assert resumed.get_privacy_spent().epsilon == pytest.approx(unamplified(2.0, 5), rel=1e-9)
     ledger = None
     with pytest.raises(pp.PrivacyError, match="kept a privacy ledger"):
-        private(net).set_state_dict(state)
+        on_ledger(net).set_state_dict(state)
 
 
 def test_a_model_in_training_can_be_saved_for_inference(tmp_path):
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    optimizer = pp.DPSGD(
-        parameters=net.parameters(),
-        learning_rate=0.1,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        batch_size=4,
-        sampling="none",
-    )
+    optimizer = private(net, sampling="none")
     paddle.jit.save(net, str(tmp_path / "net"), input_spec=[paddle.static.InputSpec([None, 4], "float32")])
     x = paddle.randn([2, 4])
     np.testing.assert_allclose(paddle.jit.load(str(tmp_path / "net"))(x).numpy(), net(x).numpy(), rtol=1e-6)
