@@ -370,11 +370,17 @@ def paddle_normals(generator: NoiseGenerator, count: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_distribution_of_1e8_draws_and_the_maximum_of_1e9() -> None:
-    """False-alarm rate 1e-6 an assertion; the result of a run is recorded in docs/noise.md."""
-    generator = NoiseGenerator()
-    edges = stats.norm.ppf(np.linspace(0, 1, 20_001))
-    counts = np.zeros(20_000, dtype=np.int64)
+@pytest.mark.parametrize("hardening", ["none", "grid"])
+def test_distribution_of_1e8_draws_and_the_maximum_of_1e9(hardening: str) -> None:
+    """False-alarm rate 1e-6 an assertion; the results of a run are recorded in docs/noise.md.
+
+    Bins are 20 000 equally likely intervals, or with the grid its own cells between -5 and 5.
+    """
+    generator = NoiseGenerator(hardening=hardening)
+    grid = generator.grid(1.0)
+    edges = (np.arange(-5120, 5121) + 0.5) * grid if grid else stats.norm.ppf(np.linspace(0, 1, 20_001)[1:-1])
+    expected = np.diff(stats.norm.cdf(np.concatenate([[-np.inf], edges, [np.inf]])))
+    counts = np.zeros(len(expected), dtype=np.int64)
     tails = dict.fromkeys((3.0, 4.0, 5.0, 5.5), 0)
     lags = dict.fromkeys((1, 2, 16, 128, 256), 0.0)
     size, drawn, largest = 4_000_000, 0, 0.0
@@ -383,23 +389,23 @@ def test_distribution_of_1e8_draws_and_the_maximum_of_1e9() -> None:
         largest = max(largest, float(np.abs(z).max()))
         if call < 25:
             drawn += size
-            counts += np.histogram(z, edges)[0]
+            counts += np.bincount(np.searchsorted(edges, z), minlength=len(expected))
             for bound in tails:
-                tails[bound] += int((np.abs(z) > bound).sum())
+                tails[bound] += int((np.abs(z) > bound - grid / 2).sum())
             for lag in lags:
                 lags[lag] += float(np.dot(z[:-lag].astype("float64"), z[lag:].astype("float64")))
-    chi_square = stats.chisquare(counts)
-    distance = np.abs(np.cumsum(counts) / drawn - np.linspace(0, 1, 20_001)[1:]).max()
+    chi_square = stats.chisquare(counts, expected * drawn)
+    distance = np.abs(np.cumsum(counts) / drawn - np.cumsum(expected)).max()
     p_of_distance = stats.kstwobign.sf(distance * math.sqrt(drawn))
     p_of_maximum = -math.expm1(1e9 * math.log1p(-2 * stats.norm.sf(largest)))
-    print(
-        f"chi2 p={chi_square.pvalue:.3g} KS D={distance:.3g} p={p_of_distance:.3g} max={largest} p={p_of_maximum:.3g}"
-    )
-    print("tails", {b: (n, 2 * drawn * stats.norm.sf(b)) for b, n in tails.items()})
-    print("lags (in standard deviations)", {lag: total / math.sqrt(drawn) for lag, total in lags.items()})
+    print(f"\n{hardening}: chi2 p={chi_square.pvalue:.3g}; KS D={distance:.3g}, p={p_of_distance:.3g}")
+    print(f"maximum of 1e9: {largest:.4f}, p={p_of_maximum:.3g}")
+    tail = {bound: 2 * stats.norm.sf(bound - grid / 2) for bound in tails}
+    print("tails:", {bound: (n, round(drawn * tail[bound], 1)) for bound, n in tails.items()})
+    print("lags, in standard deviations:", {lag: round(s / math.sqrt(drawn), 2) for lag, s in lags.items()})
     assert chi_square.pvalue > 1e-6 and p_of_distance > 1e-6
     assert 1e-6 < p_of_maximum < 1 - 1e-6
     for bound, n in tails.items():
-        low, high = stats.binom.ppf([5e-7, 1 - 5e-7], drawn, 2 * stats.norm.sf(bound))
+        low, high = stats.binom.ppf([5e-7, 1 - 5e-7], drawn, tail[bound])
         assert low <= n <= high
     assert all(abs(total) < _ALARM * math.sqrt(drawn) for total in lags.values())
