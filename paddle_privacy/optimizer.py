@@ -111,7 +111,7 @@ class PrivateOptimizer(Optimizer):
         made_clipping = make_clipping(clipping, clip_norm, batch_size)
         if noise_multiplier and not math.isfinite(made_clipping.sensitivity):
             raise ValueError("clip_norm must be finite where there is noise: an unbounded gradient cannot be hidden")
-        noise = rank_noise(_noise(generator, secure))
+        noise = rank_noise(noise_generator(generator, secure))
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
         if bound.arguments.get("grad_clip") is not None:
             raise ValueError(
@@ -544,7 +544,8 @@ def _distinct(parameters: Any) -> list[Tensor]:
     return found
 
 
-def _noise(generator: NoiseGenerator | None, secure: bool) -> NoiseGenerator:
+def noise_generator(generator: NoiseGenerator | None, secure: bool) -> NoiseGenerator:
+    """The generator that `generator` and `secure` ask for; raises TypeError or ValueError where they disagree."""
     if generator is None:
         if not secure:
             raise ValueError("secure=False is only for tests with generator=NoiseGenerator.seeded(seed); pass one")

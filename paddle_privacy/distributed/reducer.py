@@ -63,7 +63,7 @@ _SPLIT_MODELS = {
     "GroupShardedStage2": "gradient sharding (stage 2) reduces raw gradients in hooks of its own",
     "GroupShardedStage3": "parameter sharding (stage 3) keeps a slice of each parameter on a rank, so no rank sees a "
     "sample's whole gradient norm",
-    "FullyShardedDataParallel": "parameter sharding keeps a slice of each parameter on a rank, so no rank sees a "
+    "FullyShard": "parameter sharding keeps a slice of each parameter on a rank, so no rank sees a "
     "sample's whole gradient norm",
     "PipelineLayer": "a pipeline stage sees the gradient norm of its own layers only",
     "PipelineParallel": "a pipeline stage sees the gradient norm of its own layers only",

@@ -30,7 +30,7 @@ def wrapper(name: str, module: str = "paddle.distributed.fleet.meta_parallel") -
 KINDS = [
     "GroupShardedStage2",
     "GroupShardedStage3",
-    "FullyShardedDataParallel",
+    "FullyShard",
     "PipelineLayer",
     "PipelineParallel",
     "TensorParallel",
@@ -49,12 +49,17 @@ def test_a_split_model_is_refused_with_its_name_and_the_reason(kind):
 
 def test_the_stand_ins_are_named_as_paddle_names_its_classes():
     from paddle.distributed.fleet import meta_parallel
-    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage2, group_sharded_stage3
+    from paddle.distributed.fleet.meta_parallel.sharding import (
+        group_sharded_fully_shard,
+        group_sharded_stage2,
+        group_sharded_stage3,
+    )
 
     for owner, names in (
         (meta_parallel, ["PipelineLayer", "PipelineParallel", "TensorParallel", "ShardingParallel", "SegmentParallel"]),
         (group_sharded_stage2, ["GroupShardedStage2"]),
         (group_sharded_stage3, ["GroupShardedStage3"]),
+        (group_sharded_fully_shard, ["FullyShard"]),
     ):
         for name in names:
             kind = getattr(owner, name)
