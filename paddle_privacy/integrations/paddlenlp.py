@@ -113,13 +113,13 @@ class DPTrainer(Trainer):
 
     Args:
         privacy: what :class:`TrainingArguments` lacks.
-        others: the arguments of ``Trainer``. ``per_device_train_batch_size * gradient_accumulation_steps`` is the
-            expected size of a logical batch; ``bf16`` works as before; ``optimizers=(optimizer, schedule)`` may hold
+        others: the arguments of ``Trainer``. ``per_device_train_batch_size * gradient_accumulation_steps`` (times
+            the number of processes under ``paddle.distributed.launch``) is the expected size of a logical batch; ``bf16`` works as before; ``optimizers=(optimizer, schedule)`` may hold
             any first-order Paddle optimizer.
 
     Raises:
-        PrivacyError: a setting under which privacy could not be guaranteed (fp16 loss scaling, several processes,
-            sharding, master gradients).
+        PrivacyError: a setting under which privacy could not be guaranteed (fp16 loss scaling, sharding,
+            master gradients).
         UnsupportedLayer: the model has layers that cannot be trained privately.
     """
 
@@ -148,11 +148,11 @@ class DPTrainer(Trainer):
         plain = super().get_train_dataloader()
         rows = len(plain.dataset)
         pieces = self.args.gradient_accumulation_steps
-        size = self.args.per_device_train_batch_size * pieces
+        size = self.args.per_device_train_batch_size * pieces * self.args.world_size
         if size > rows:
             raise ValueError(
-                f"per_device_train_batch_size * gradient_accumulation_steps = {size} is more than the {rows} rows of "
-                "train_dataset"
+                f"per_device_train_batch_size * gradient_accumulation_steps * world_size = {size} is more than the "
+                f"{rows} rows of train_dataset"
             )
         sampler = PoissonBatchSampler(num_rows=rows, batch_size=size, micro_batches=pieces if pieces > 1 else None)
         self._train_loader = PoissonDataLoader(plain, sampler)
@@ -242,7 +242,6 @@ def _check_arguments(args: Any) -> None:
     refused = {
         "fp16": (args.fp16, "scales the loss, and with it the gradients that are clipped; use bf16=True"),
         "amp_master_grad": (args.amp_master_grad, "collects gradients past the clipping; leave it off"),
-        "world_size": (args.world_size > 1, "is above 1: each process would clip and noise on its own; train on one"),
         "sharding": (bool(args.sharding), "splits the gradients before they are clipped; leave it off"),
         "offload_optim": (getattr(args, "offload_optim", False), "is not supported; leave it off"),
         "skip_data_intervals": (bool(args.skip_data_intervals), "is about an order of rows; Poisson batches have none"),
