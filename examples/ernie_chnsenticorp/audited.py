@@ -28,12 +28,12 @@ def private(coins: np.ndarray) -> Any:
 
 
 def non_private(coins: np.ndarray) -> Any:
-    """The same training without clipping and noise, long enough to memorise."""
-    return attacked(coins, ["--non-private", "--epochs", "15"])
+    """Training without clipping and noise, on few rows for long: what the audit must be able to see."""
+    return attacked(coins, ["--non-private", "--epochs", "40"], rows=1200)
 
 
-def attacked(coins: np.ndarray, flags: list[str]) -> Any:
-    """Trains on the mini corpus plus the canaries whose coin is true; returns the scores of all canaries."""
+def attacked(coins: np.ndarray, flags: list[str], rows: int | None = None) -> Any:
+    """Trains on the mini corpus (or its first ``rows``) plus the canaries whose coin is true; scores all canaries."""
     from train import main
 
     from paddle_privacy.audit import ScoredRun, loss_threshold_scores
@@ -43,7 +43,7 @@ def attacked(coins: np.ndarray, flags: list[str]) -> Any:
     if len(canaries) < len(coins):
         raise ValueError(f"canaries is {len(coins)}; the test file has {len(canaries)} different reviews")
     seen = {text for text, _ in canaries}
-    train_rows = [row for row in data.train if row[0] not in seen]
+    train_rows = [row for row in data.train if row[0] not in seen][:rows]
     train_rows += [row for row, coin in zip(canaries, coins) if coin]
     with tempfile.TemporaryDirectory() as folder:
         corpus, run = Path(folder, "corpus"), Path(folder, "run")

@@ -127,34 +127,40 @@ def _merged(parts: list[Part]) -> list[Part]:
 
 def _one_direction(parts: list[Part], removing: bool, delta: float, grid: int) -> tuple[float, float]:
     """(ε low, ε high) of one direction, by a grid that is fitted to the composed loss."""
-    width = _window(parts, removing, delta)
+    count = sum(part.count for part in parts)
+    slack = 1e-3 * delta
+    # Hoeffding: the sum of all rounding errors stays within ``roundings`` steps, but for a chance of ``slack``.
+    roundings = math.sqrt(count / 2 * math.log(2 / slack))
+    while grid < 8 * roundings:
+        grid *= 2
+    # The rounded sum must stay in the window as well.
+    width = _window(parts, removing, slack) / (1 - 2 * roundings / grid)
     step = 2 * width / grid
     spectrum = np.ones(grid // 2 + 1, dtype=np.complex128)
-    center, spread, lost = 0.0, 0.0, 0.0
+    center, drift, lost = 0.0, 0.0, 0.0
     for part in parts:
-        mass, mean, missing = _discrete_loss(part, removing, step, grid)
+        mass, shift, rounded_mean, missing = _discrete_loss(part, removing, step, grid)
         spectrum *= np.fft.rfft(mass) ** part.count
-        center += part.count * mean
-        spread += part.count * step**2
+        center += part.count * shift
+        drift += part.count * rounded_mean
         lost += part.count * missing
     law = np.maximum(np.fft.irfft(spectrum, grid), 0.0)
-    # Index k stands for the loss offset k·step, negative from the middle on; true loss = offset + rounding correction.
-    offsets = (np.arange(grid) - grid // 2) * step
-    law = np.roll(law, grid // 2)
-    losses = offsets + center
-    # Rounding errors are independent, centred and within one step: Hoeffding at a tenth of a per cent of δ.
-    slack = 1e-3 * delta
-    reach = math.sqrt(spread / 2 * math.log(2 / slack))
-    # A power of the spectrum keeps its absolute error within the count of factors times the machine's precision.
-    error = slack + lost + 4 * float(np.finfo(np.float64).eps) * (math.sqrt(grid) + sum(part.count for part in parts))
+    # The law is cyclic; the window is laid around its mean.
+    middle = round(drift / step)
+    losses = (np.arange(grid) - grid // 2 + middle) * step + center
+    law = np.roll(law, grid // 2 - middle)
+    # Out of the window, beyond the roundings' reach, lost in tails; and a power of the spectrum keeps its absolute
+    # error within the count of factors times the machine's precision.
+    error = 3 * slack + lost + 4 * float(np.finfo(np.float64).eps) * (math.sqrt(grid) + count)
+    reach = roundings * step
     low = _epsilon_at(losses, law, delta + error) - reach
     high = _epsilon_at(losses, law, delta - error) + reach if delta > 2 * error else math.inf
     return max(0.0, low), max(0.0, high)
 
 
-def _window(parts: list[Part], removing: bool, delta: float) -> float:
-    """Half-width of a window around the mean that the composed loss leaves with chance below δ/1000 (Chernoff)."""
-    wanted = math.log(delta * 1e-3)
+def _window(parts: list[Part], removing: bool, chance: float) -> float:
+    """Half-width of a window around its mean that the composed loss leaves with at most this chance (Chernoff)."""
+    wanted = math.log(chance / 2)
     widest = 0.0
     for sign in (1.0, -1.0):
         best = math.inf
@@ -189,8 +195,12 @@ def _log_ratio(z: np.ndarray, part: Part) -> np.ndarray:
     return np.logaddexp(math.log1p(-part.rate), math.log(part.rate) + exponent)
 
 
-def _discrete_loss(part: Part, removing: bool, step: float, grid: int) -> tuple[np.ndarray, float, float]:
-    """The loss minus its mean, rounded to the grid and wrapped; the mean left to add; the mass outside the grid."""
+def _discrete_loss(part: Part, removing: bool, step: float, grid: int) -> tuple[np.ndarray, float, float, float]:
+    """The loss, less a multiple of ``step``, rounded to the wrapped grid.
+
+    Returns the masses; what to add to the grid's offsets to restore the mean; the mean of the offsets; the mass that
+    lies outside of the grid.
+    """
     mean = _mean_loss(part, removing)
     base = step * round(mean / step)
     edges = base + (np.arange(grid + 1) - grid // 2 - 0.5) * step
@@ -198,9 +208,8 @@ def _discrete_loss(part: Part, removing: bool, step: float, grid: int) -> tuple[
     mass = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
     mass = np.maximum(mass, 0.0)
     missing = float(below[0] + above[-1])
-    offsets = (np.arange(grid) - grid // 2) * step
-    correction = mean - base - float(mass @ offsets)
-    return np.roll(mass, -(grid // 2)), base + correction, missing
+    rounded_mean = float(mass @ ((np.arange(grid) - grid // 2) * step))
+    return np.roll(mass, -(grid // 2)), mean - rounded_mean, rounded_mean, missing
 
 
 def _loss_cdf(part: Part, removing: bool, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

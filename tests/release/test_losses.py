@@ -6,6 +6,8 @@ import math
 
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from paddle_privacy.accounting import (
     Composed,
@@ -19,7 +21,7 @@ from paddle_privacy.accounting import (
     get_accountant,
 )
 from paddle_privacy.audit.one_run import gaussian_epsilon
-from paddle_privacy.verify.losses import COARSE, Part, epsilon_interval, parts_of
+from paddle_privacy.verify.losses import COARSE, FINE, Part, epsilon_interval, parts_of
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 2.0, 8.0])
@@ -105,3 +107,21 @@ def test_a_small_delta_costs_no_more_time_or_memory():
     found = epsilon_interval([Part(0.001, 2.0, 100_000, True)], 1e-12)
     rdp = RDPAccountant().compose(PoissonSampled(0.001, Gaussian(0.5)), 100_000).get_epsilon(1e-12)
     assert 0 < found.low <= rdp
+
+
+@given(
+    rate=st.floats(-4, 0).map(lambda x: 10**x),
+    sigma=st.floats(-0.5, 1.3).map(lambda x: 10**x),
+    count=st.floats(0, 6).map(lambda x: int(10**x)),
+    delta=st.floats(-9, -3).map(lambda x: 10**x),
+)
+@example(rate=0.001, sigma=1.0, count=618_355, delta=1e-5)
+@settings(max_examples=25, deadline=None)
+def test_the_lower_limit_holds_everywhere(rate, sigma, count, delta):
+    """A false lower limit would condemn honest ledgers: it must stay below RDP's proven bound on both grids."""
+    bound = RDPAccountant().step(sigma, rate, count).get_epsilon(delta)
+    part = Part(rate, 1 / sigma, count, True)
+    for grid in (COARSE, FINE):
+        found = epsilon_interval([part], delta, grid)
+        assert found.low <= bound * (1 + 1e-9)
+        assert found.low <= found.high
