@@ -1,4 +1,4 @@
-"""Training rows as Paddle batches."""
+"""Rows as Paddle batches."""
 
 from __future__ import annotations
 
@@ -6,29 +6,50 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from ernie import pad
 from paddle.io import Dataset
+
+Row = tuple[Any, int]
+Join = Callable[[Sequence[Row]], Any]
+"""Makes a batch (a pair): inputs with the rows along the first axis, and labels int64 ``[B]``."""
 
 
 class EncodedRows(Dataset):
-    """Rows of (token ids int64 ``[T]``, label)."""
+    """Rows of (input, label); an input is token ids int64 ``[T]``, or features float32 ``[d]``."""
 
-    def __init__(self, ids: Sequence[np.ndarray[Any, Any]], labels: Sequence[int]) -> None:
+    def __init__(self, inputs: Sequence[np.ndarray[Any, Any]], labels: Sequence[int]) -> None:
         super().__init__()
-        self.ids = ids
+        self.inputs = inputs
         self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray[Any, Any], int]:
-        return self.ids[row], self.labels[row]
+    def __getitem__(self, row: int) -> Row:
+        return self.inputs[row], self.labels[row]
 
 
-def collate(pad_id: int) -> Callable[[list[tuple[np.ndarray[Any, Any], int]]], tuple[Any, Any]]:
-    """A ``collate_fn`` that pads to the longest row of the batch: ids ``[B, T]``, labels ``[B]``, both int64."""
+def pad_tokens(pad_id: int) -> Join:
+    """Pads to the longest row of the batch: ids ``[B, T]``."""
 
-    def join(rows: list[tuple[np.ndarray[Any, Any], int]]) -> tuple[Any, Any]:
-        return pad([ids for ids, _ in rows], pad_id), np.array([label for _, label in rows], dtype=np.int64)
+    def join(rows: Sequence[Row]) -> tuple[Any, Any]:
+        batch = np.full((len(rows), max(len(ids) for ids, _ in rows)), pad_id, dtype=np.int64)
+        for padded, (ids, _) in zip(batch, rows):
+            padded[: len(ids)] = ids
+        return batch, _labels(rows)
 
     return join
+
+
+def stack_features(rows: Sequence[Row]) -> tuple[Any, Any]:
+    """Features ``[B, d]``."""
+    return np.stack([features for features, _ in rows]), _labels(rows)
+
+
+def by_length(rows: EncodedRows, size: int) -> list[list[int]]:
+    """Row numbers in groups of ``size``, rows of similar length together, so that little of a batch is padding."""
+    order = sorted(range(len(rows)), key=lambda row: len(rows.inputs[row]))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _labels(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
+    return np.array([label for _, label in rows], dtype=np.int64)

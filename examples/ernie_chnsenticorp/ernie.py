@@ -6,12 +6,9 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import paddle
 
 TINY_POSITIONS = 128
 TINY_HIDDEN = 16
@@ -169,17 +166,3 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[np.nda
         pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text[: 8 * max_length]))
         encoded.append(np.array([first, *pieces[: max_length - 2], last], dtype=np.int64))
     return encoded
-
-
-def pad(rows: Sequence[np.ndarray[Any, Any]], pad_id: int) -> np.ndarray[Any, Any]:
-    """Token ids int64 ``[B, T]``, T the longest of the rows."""
-    batch = np.full((len(rows), max(map(len, rows))), pad_id, dtype=np.int64)
-    for ids, row in zip(batch, rows):
-        ids[: len(row)] = row
-    return batch
-
-
-def logits(model: Any, input_ids: paddle.Tensor) -> paddle.Tensor:
-    """Class scores ``[B, classes]``; the model masks padding by its id."""
-    output = model(input_ids)
-    return output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,4 @@
-"""Loss and accuracy of the model on held-out rows. Those rows are not protected by ε; the training rows are."""
+"""Loss and accuracy on held-out rows. Those rows are not protected by ε; the training rows are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-from batches import EncodedRows
-from ernie import logits, pad
+from batches import EncodedRows, Join, by_length
 from paddle.nn import functional as F
 
 BATCH = 128
@@ -24,18 +23,16 @@ class Score(NamedTuple):
         return float(self.correct.mean())
 
 
-def evaluate(model: Any, rows: EncodedRows, pad_id: int) -> Score:
-    """Rows of similar length share a batch, so that little of it is padding."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows.ids[i]))
+def evaluate(network: Any, rows: EncodedRows, join: Join) -> Score:
+    """Scores ``network`` without dropout, and leaves it in training mode."""
     correct = np.zeros(len(rows), dtype=bool)
     loss_sum = 0.0
-    model.eval()
+    network.eval()
     with paddle.no_grad():
-        for start in range(0, len(order), BATCH):
-            chosen = order[start : start + BATCH]
-            truth = np.array([rows.labels[i] for i in chosen])
-            scores = logits(model, paddle.to_tensor(pad([rows.ids[i] for i in chosen], pad_id)))
-            loss_sum += float(F.cross_entropy(scores, paddle.to_tensor(truth), reduction="sum"))
-            correct[chosen] = scores.argmax(-1).numpy() == truth
-    model.train()
+        for chosen in by_length(rows, BATCH):
+            inputs, labels = join([rows[row] for row in chosen])
+            scores = network(paddle.to_tensor(inputs))
+            loss_sum += float(F.cross_entropy(scores, paddle.to_tensor(labels), reduction="sum"))
+            correct[chosen] = scores.argmax(-1).numpy() == labels
+    network.train()
     return Score(loss_sum / len(rows), correct)

@@ -79,13 +79,13 @@ def test_the_saved_model_is_the_one_that_was_tested(run, small_folder):
     import ernie
     import evaluation
     import reviews
-    from batches import EncodedRows
+    from batches import EncodedRows, pad_tokens
 
     _, folder, _ = run(*PRIVATE)
     model, tokenizer = ernie.load(str(folder / "model"), 2, 0.0, folder / "again")
     test = reviews.load(str(small_folder)).test
     rows = EncodedRows(ernie.encode(tokenizer, [text for text, _ in test], 48), [label for _, label in test])
-    score = evaluation.evaluate(model, rows, tokenizer.pad_token_id)
+    score = evaluation.evaluate(model, rows, pad_tokens(tokenizer.pad_token_id))
     assert score.accuracy == read(folder, "summary.json")["test_accuracy"]
 
 
@@ -116,6 +116,37 @@ def test_frozen_layers_do_not_move(run, tmp_path):
     }
     assert not any(m for name, m in moved.items() if "embeddings" in name)
     assert all(m for name, m in moved.items() if "embeddings" not in name)
+
+
+def test_the_head_alone_sees_what_the_whole_model_sees(small_folder, tmp_path):
+    """Features computed once, and the same rows through the model, with the same frozen layers: equal scores."""
+    import paddle
+    import task
+    from arguments import parse_arguments
+
+    prepared = {}
+    for layers in ("0", "1"):
+        args = parse_arguments(["--data", str(small_folder), "--freeze-layers", layers])
+        prepared[layers] = task.prepare(args, tmp_path / layers)
+    whole, head = prepared["0"], prepared["1"]
+    assert head.network is not head.model
+    assert {id(p) for p in head.trained_parameters} < {id(p) for p in head.model.parameters()}
+    scores = [t.network(paddle.to_tensor(t.join([t.test[row] for row in range(20)])[0])).numpy() for t in (whole, head)]
+    np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_head_moves(run, tmp_path):
+    import ernie
+    import paddle
+
+    code, folder, _ = run("--freeze-layers", "1", "--batch-size", "50", "--epochs", "1")
+    assert code == 0
+    paddle.seed(0)
+    before, _ = ernie.load("tiny", 2, 0.0, tmp_path / "fresh")
+    after, _ = ernie.load(str(folder / "model"), 2, 0.0, tmp_path / "fresh")
+    for (name, p), (_, q) in zip(before.named_parameters(), after.named_parameters()):
+        trained = "pooler" in name or "classifier" in name
+        assert np.array_equal(p.numpy(), q.numpy()) != trained, name
 
 
 def test_automatic_clip_norm_warns_about_private_rows(run, monkeypatch):
