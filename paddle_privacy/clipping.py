@@ -31,6 +31,8 @@ class Clipping(ABC):
     """Base of all clippings."""
 
     name: str
+    # One bound, or a list of bounds for per-layer clipping.
+    clip_norm: Any
     # Whether a layer's factors follow from its own norms, so that it can be summed before the others are known.
     by_layer = False
     _schedule: Schedule | None = None
@@ -94,7 +96,7 @@ class Clipping(ABC):
     def __init__(self, clip_norm: float | Schedule):
         if isinstance(clip_norm, Schedule):
             self._schedule, clip_norm = clip_norm, clip_norm(0)
-        self.clip_norm: Any = positive("clip_norm", clip_norm)
+        self.clip_norm = positive("clip_norm", clip_norm)
 
 
 class FlatClipping(Clipping):

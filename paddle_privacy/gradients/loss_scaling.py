@@ -44,7 +44,8 @@ def watch_loss_scaling() -> None:
     def scale(self: AmpScaler, var: Tensor) -> Tensor:
         scaled = original(self, var)
         if scaled is not var:
-            setattr(scaled, _ATTRIBUTE, Scaled(weakref.ref(self), float(self._scale)))
+            factor: Any = self._scale
+            setattr(scaled, _ATTRIBUTE, Scaled(weakref.ref(self), float(factor)))
         return scaled
 
     setattr(scale, _ATTRIBUTE, True)

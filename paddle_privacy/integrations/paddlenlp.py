@@ -114,8 +114,8 @@ class DPTrainer(Trainer):
     Args:
         privacy: what :class:`TrainingArguments` lacks.
         others: the arguments of ``Trainer``. ``per_device_train_batch_size * gradient_accumulation_steps`` (times
-            the number of processes under ``paddle.distributed.launch``) is the expected size of a logical batch; ``bf16`` works as before; ``optimizers=(optimizer, schedule)`` may hold
-            any first-order Paddle optimizer.
+            the number of processes under ``paddle.distributed.launch``) is the expected size of a logical batch;
+            ``bf16`` works as before; ``optimizers=(optimizer, schedule)`` may hold any first-order Paddle optimizer.
 
     Raises:
         PrivacyError: a setting under which privacy could not be guaranteed (fp16 loss scaling, sharding,

@@ -140,8 +140,8 @@ def _update(optimizer: Any, rule: Rule, parameter: paddle.Tensor, divisor: float
     if isinstance(optimizer, AdamW):
         decays = optimizer._apply_decay_param_fun is None or optimizer._apply_decay_param_fun(parameter.name)
         decay = 1.0 - rate * float(optimizer._weight_decay) if decays else 1.0
-    power1 = state(optimizer._beta1_pow_acc_str).item()
-    root = math.sqrt(1.0 - state(optimizer._beta2_pow_acc_str).item())
+    power1 = float(state(optimizer._beta1_pow_acc_str).numpy().item())
+    root = math.sqrt(1.0 - float(state(optimizer._beta2_pow_acc_str).numpy().item()))
     # The bias correction of Kingma and Ba's Adam (2015), end of section 2, as Paddle's kernel applies it.
     return Update(
         target,
