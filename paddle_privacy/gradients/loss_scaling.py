@@ -17,7 +17,7 @@ import functools
 import warnings
 import weakref
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paddle import Tensor
 from paddle.amp import AmpScaler
