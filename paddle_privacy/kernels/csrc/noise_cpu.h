@@ -91,21 +91,18 @@ struct Lanes {
     std::memcpy(second, &b, sizeof b);
   }
 
-  // One row of normals; `block` is its first block.
+  // One row of normals; `block`, a multiple of 16, is its first block.
   static PP_INLINE void row(const Key& key, uint64_t block, uint64_t nonce, float* out) {
     for (int lane = 0; lane < kBlocksPerRow; lane += LANES) {
       U initial[16], v[16];
       const uint32_t constants[4] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u};
       for (int i = 0; i < 4; ++i) initial[i] = U{} + constants[i];
       for (int i = 0; i < 8; ++i) initial[4 + i] = U{} + key.words[i];
-      U counter_low = U{}, counter_high = U{};
-      for (int i = 0; i < LANES; ++i) {
-        const uint64_t counter = block + static_cast<uint64_t>(lane + i);
-        counter_low[i] = static_cast<uint32_t>(counter);
-        counter_high[i] = static_cast<uint32_t>(counter >> 32);
-      }
-      initial[12] = counter_low;
-      initial[13] = counter_high;
+      // `block` is a multiple of 16, so that no carry arises within a row.
+      U places;
+      for (int i = 0; i < LANES; ++i) places[i] = static_cast<uint32_t>(i);
+      initial[12] = places + (static_cast<uint32_t>(block) + static_cast<uint32_t>(lane));
+      initial[13] = U{} + static_cast<uint32_t>(block >> 32);
       initial[14] = U{} + static_cast<uint32_t>(nonce);
       initial[15] = U{} + static_cast<uint32_t>(nonce >> 32);
 #pragma GCC unroll 16

@@ -65,6 +65,7 @@ void noise_step(std::vector<Tensor>& tensors, const Tensor& key, const Tensor& s
     Tensor& sum = tensors[i];
     step.size = sum.numel();
     step.block = static_cast<uint64_t>(blocks[i]);
+    PD_CHECK(step.block % pp::kBlocksPerRow == 0, "a tensor's noise starts at a multiple of 16 blocks");
     step.std = columns[kStd];
     step.grid = columns[kGrid];
     if (rule == pp::Rule::kAddNoise && sum.dtype() == paddle::DataType::FLOAT64) {
