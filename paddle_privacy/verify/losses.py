@@ -218,7 +218,7 @@ def _loss_cdf(part: Part, removing: bool, edges: np.ndarray) -> tuple[np.ndarray
     if part.rate == 1:
         z = target / part.shift + part.shift / 2
     else:
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             # log((e^t - (1-q))/q), the likelihood ratio of the sampled row alone.
             inner = np.where(
                 target > math.log1p(-part.rate),
