@@ -1,0 +1,167 @@
+"""What privacy costs a data-parallel step: against paddle.DataParallel on W processes, and against one process.
+
+    python benchmarks/distributed.py [--worlds 1 2] [--layers 4] [--width 512] [--batch 32] [--steps 30]
+
+Every process takes `batch` rows, so the work of one process is the same for every W. Plain and private steps alternate
+in blocks, so that a busy machine slows both. Prints one JSON line for each W:
+
+    plain_ms, private_ms   medians of a step (forward, backward, communication, update)
+    private_over_plain     private_ms / plain_ms at this W
+    scaling_ratio          private_over_plain at this W over that at W = 1: what being private *and* distributed costs
+                           beyond being private; the target is at most 1.15
+    exchange_ms            median of the private step's collectives alone (agreement and all-reduce)
+    bytes_ratio            bytes all-reduced a private step over those of plain data parallelism (4 a parameter)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any, Callable
+
+
+def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
+    import paddle
+    import paddle.distributed as dist
+    from paddle import nn
+
+    from paddle_privacy import DPSGD
+
+    if world > 1:
+        dist.init_parallel_env()
+    paddle.seed(0)
+
+    def net() -> nn.Layer:
+        layers: list[nn.Layer] = []
+        for _ in range(options.layers):
+            layers += [nn.Linear(options.width, options.width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(options.width, 10))
+
+    def trainer(private: bool) -> tuple[Callable[[], None], Any]:
+        model = net()
+        used = paddle.DataParallel(model) if world > 1 else model
+        if private:
+            optimizer: Any = DPSGD(
+                parameters=used.parameters(),
+                learning_rate=0.01,
+                clip_norm=1.0,
+                noise_multiplier=1.0,
+                batch_size=options.batch * world,
+                dataset_size=10**6,
+            )
+        else:
+            optimizer = paddle.optimizer.SGD(0.01, parameters=used.parameters())
+        x = paddle.randn([options.batch, options.width])
+        y = paddle.randint(0, 10, [options.batch])
+
+        def step() -> None:
+            nn.functional.cross_entropy(used(x), y).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+        return step, optimizer
+
+    (plain, _), (private, optimizer) = trainer(False), trainer(True)
+    exchange: list[float] = []
+    ranks = optimizer._shared.ranks if world > 1 else None
+    if ranks is not None:
+        for name in ("gather", "sum_"):
+            setattr(ranks, name, _timed(getattr(ranks, name), exchange))
+    times: dict[str, list[float]] = {"plain": [], "private": []}
+    for block in range(options.steps // 5 + 1):
+        for name, step in (("plain", plain), ("private", private)):
+            for _ in range(5):
+                if world > 1:
+                    dist.barrier()
+                begin = time.perf_counter()
+                step()
+                if block:  # the first block warms up
+                    times[name].append(time.perf_counter() - begin)
+    parameters = sum(int(p.size) for p in optimizer._clipped_sum.parameters)
+    found = {
+        "world": world,
+        "parameters": parameters,
+        "plain_ms": 1e3 * statistics.median(times["plain"]),
+        "private_ms": 1e3 * statistics.median(times["private"]),
+    }
+    if ranks is not None:
+        steps = optimizer.spending.steps
+        each = len(exchange) // steps
+        found["exchange_ms"] = 1e3 * statistics.median(
+            sum(exchange[i : i + each]) for i in range(5 * each, each * steps, each)
+        )
+        found["bytes_ratio"] = ranks.bytes_sent / steps / (4 * parameters)
+    return found
+
+
+def _timed(method: Callable, times: list[float]) -> Callable:
+    def timed(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = method(*arguments)
+        times.append(time.perf_counter() - begin)
+        return result
+
+    return timed
+
+
+def start(world: int) -> dict[str, Any]:
+    sockets = [socket.socket() for _ in range(world)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    endpoints = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    processes = []
+    for rank in range(world):
+        surroundings = {
+            **os.environ,
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(world),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_DISTRI_BACKEND": "gloo",
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [sys.executable, "-W", "ignore", *sys.argv, "--as-rank", str(world)]
+        # The other ranks print what rank 0 prints.
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(words, env=surroundings, stdout=out, stderr=subprocess.DEVNULL, text=True))
+    output = processes[0].communicate()[0]
+    if any(process.wait() for process in processes):
+        raise SystemExit(f"a rank of {world} failed")
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=32, help="rows a process")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        warnings.simplefilter("ignore")
+        print(json.dumps(measure(options, options.as_rank)))
+        return
+    alone: float | None = None
+    for world in options.worlds:
+        found = start(world)
+        found["private_over_plain"] = found["private_ms"] / found["plain_ms"]
+        if world == 1:
+            alone = found["private_over_plain"]
+        elif alone is not None:
+            found["scaling_ratio"] = found["private_over_plain"] / alone
+        print(json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
