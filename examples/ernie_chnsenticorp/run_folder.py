@@ -87,6 +87,8 @@ class Progress(AbstractContextManager["Progress"]):
     ) -> None:
         spent = "" if epsilon is None else f"  ε {epsilon:.3f}"
         self._status = f"loss {loss:.3f}  accuracy {accuracy:.1%}{spent}"
+        if self._bar is not None:
+            self._bar.update(self._task, status=self._status)
         self.say(f"epoch {epoch}/{epochs}  dev loss {loss:.4f}  dev accuracy {accuracy:.2%}{spent}  {elapsed:.0f} s")
 
     def say(self, line: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-    # Importing Paddle warns about a missing ccache, which concerns nobody here.
-    with warnings.catch_warnings():
+    # Importing Paddle advises on ccache and on OMP_NUM_THREADS, which concerns nobody here.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         import paddle  # noqa: F401
     from ernie import ModelError
