@@ -144,12 +144,13 @@ class BareTap(Tap):
         return self.strategies[key]
 
     def _replay_on_arrival(self, capture: Capture, bare: Bare, out: Tensor, outputs: list[Tensor], which: int) -> None:
-        forward, parameters = bare.forward, [p for _, p in bare.replayed]
+        forward, parameters = bare.forward, [p for _, p in bare.trained]
+        places = [k for k, s in enumerate(bare.strategies) if s.kind == "replay"]
         wanted = {name: id(p) for name, p in bare.replayed}
         call = Call(tuple(tensors((forward.args, forward.kwargs))), wanted, capture.batch_inputs())
 
         def factors(gradient: Tensor) -> dict[str, Lazy]:
-            made = replay(forward, parameters, outputs, which, gradient, self.described)
+            made = replay(forward, parameters, places, outputs, which, gradient, self.described)
             return dict(zip(wanted, made))
 
         out.register_hook(lambda gradient: self.arrive(call, lambda: factors(gradient)))

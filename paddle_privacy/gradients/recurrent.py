@@ -39,12 +39,16 @@ class RecurrentTap(Tap):
         batch_inputs = capture.batch_inputs()
 
         def fused(inputs: Tensor, initial_states: Any, sequence_length: Tensor | None) -> tuple:
+            read = Call((inputs,), {}, batch_inputs)
+
             def keep(cell: nn.Layer, made: Mapping[str, Lazy]) -> None:
                 tap = me()
                 if tap is None:
                     return
                 names = {name: id(p) for name, p in cell._parameters.items() if p is not None and id(p) in wanted}
-                tap.arrive(Call((), names, batch_inputs), lambda: made)
+                call = read.copy()
+                call.wanted, call.versions = names, read.versions
+                tap.arrive(call, lambda: made)
 
             return run_fused(layer, inputs, initial_states, sequence_length, keep)
 

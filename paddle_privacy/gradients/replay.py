@@ -13,6 +13,7 @@ Both send the gradient of one output tensor at a time: the per-sample gradient i
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ class ForwardAgain:
     """Runs a layer's forward again as in the recorded call: parameters replaced, precision and random state as then."""
 
     def __init__(self, layer: nn.Layer, slots: Sequence[tuple[nn.Layer, str]], args: tuple, kwargs: dict, rows: int):
-        self.layer, self.slots, self.rows = layer, slots, rows
+        self.layer, self.slots, self.rows = layer, list(slots), rows
         self.args, self.kwargs = map_tensors(lambda x: x.detach(), (args, kwargs))
         self.random_state = random_state()
         self.amp = _AmpState()
@@ -59,12 +60,34 @@ class ForwardAgain:
             layer._parameters[name] = value
         set_random_state(self.random_state)
         try:
-            with hooks_paused(), model_buffers_kept(self.layer), self.amp.again():
+            with hooks_paused(), model_buffers_kept(self.layer), self.amp.again(), no_recompute_hooks():
                 return list(tensors(self.layer.forward(*args, **kwargs)))
         finally:
             for (layer, name), parameter in zip(self.slots, held):
                 layer._parameters[name] = parameter
             set_random_state(before)
+
+
+@contextmanager
+def no_recompute_hooks() -> Iterator[None]:
+    """Graphs made inside keep their tensors, also where non-reentrant recompute is about to throw tensors away.
+
+    Paddle allows one pair of saved-tensor hooks at a time and does not say which; recompute's is in its frame.
+    """
+    frame, pair = sys._getframe(), None
+    while frame is not None and pair is None:
+        if frame.f_code.co_name == "_recompute_without_reentrant" and "unpack" in frame.f_locals:
+            pair = frame.f_locals["pack"], frame.f_locals["unpack"]
+        frame = frame.f_back  # type: ignore[assignment]
+    if pair is None:
+        yield
+        return
+    eager = paddle.base.core.eager
+    eager.reset_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        eager.register_saved_tensors_hooks(*pair)
 
 
 class _AmpState:
@@ -108,21 +131,23 @@ def is_random(forward: ForwardAgain, parameters: Sequence[Tensor], outputs: Sequ
 def replay(
     forward: ForwardAgain,
     parameters: Sequence[Tensor],
+    wanted: Sequence[int],
     outputs: Sequence[Tensor],
     which: int,
     output_grad: Tensor,
     description: str,
 ) -> list[Tensor]:
-    """[B, *shape] for each parameter, from the gradient of ``outputs[which]``.
+    """[B, *shape] for each of the `wanted` among the layer's parameters, from the gradient of ``outputs[which]``.
 
     Raises:
         UnsupportedLayer: running one row does not reproduce that row of the outputs.
     """
-    collected: list[list[Tensor]] = [[] for _ in parameters]
+    collected: list[list[Tensor]] = [[] for _ in wanted]
     for i in range(forward.rows):
-        leaves = [stand_in(p) for p in parameters]
+        values = [stand_in(p) for p in parameters]
+        leaves = [values[k] for k in wanted]
         with paddle.enable_grad():
-            alone = forward.row(i, leaves)
+            alone = forward.row(i, values)
         if not _reproduces(alone, outputs, i, forward.rows):
             raise UnsupportedLayer(
                 f"{description}: has no gradient rule, and running it on one sample alone does not reproduce what it "
@@ -130,7 +155,7 @@ def replay(
                 "them into a layer that has a rule, or register one with register_grad_rule"
             )
         weight = output_grad[i : i + 1].reshape(alone[which].shape)
-        made = gradients([alone[which]], leaves, forward.layer.parameters(), [weight])
+        made = gradients([alone[which]], leaves, [*values, *forward.layer.parameters()], [weight])
         for store, gradient, leaf in zip(collected, made, leaves):
             store.append(paddle.zeros_like(leaf) if gradient is None else gradient)
     return [paddle.stack(rows) for rows in collected]

@@ -104,6 +104,12 @@ CASES = {
     ),
     "einsum": (lambda s, x: paddle.einsum("btd,dp->btp", x, s.w), {"w": [D, 3]}, {}, {"w": "replay"}),
     "product-and-other-use": (lambda s, x: x @ s.w + s.w.sum(), {"w": [D, 3]}, {}, {"w": "replay"}),
+    "all-ways-at-once": (
+        lambda s, x: (x * s.g) @ s.w + s.pos[: x.shape[1]],
+        {"g": [D], "w": [D, D], "pos": [7, D]},
+        {},
+        {"g": "expanded", "w": "product", "pos": "replay"},
+    ),
     "norm-inside": (
         lambda s, x: s.norm(x + s.pos[: x.shape[1]]) * s.pos.mean(),
         {"pos": [7, D]},

@@ -200,14 +200,13 @@ class Recurrence(PyLayer):
         )
         ctx.direction, ctx.has_cell = direction, c0 is not None
         ctx.wanted = [not t.stop_gradient for t in (trigger, x, h0, c0) if t is not None]
-        ctx.save_for_backward(*[t for t in (x, h0, c0, out) if t is not None])
+        # Not by save_for_backward: recompute would give back tensors of another run.
+        ctx.kept = (x.detach(), h0.detach(), None if c0 is None else c0.detach(), out.detach())
         return (out, *(s.squeeze(0) for s in last))
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor) -> tuple:
-        saved = list(ctx.saved_tensor())
-        x, h0 = saved[:2]
-        c0, out = (saved[2] if ctx.has_cell else None), saved[-1]
+        x, h0, c0, out = ctx.kept
         direction = ctx.direction
         weight_ih, weight_hh, bias_ih, bias_hh = direction.weights
         steps = x.shape[0]
