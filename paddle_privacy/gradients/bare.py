@@ -79,7 +79,7 @@ class BareTap(Tap):
             if strategy.kind == "unused":
                 continue
             if strategy.kind == "product":
-                made = stand_in(parameter, self.on_product(capture, parameter))
+                made = self.product_stand_in(capture, parameter)
             elif strategy.kind == "expanded":
                 made = expanded(parameter, rows, strategy.axes)
                 self.keep_own_gradient(capture, made, parameter, rows)

@@ -43,6 +43,7 @@ class StandIn(paddle.base.core.eager.Tensor):
     derived: list[StandIn]
     origin: weakref.ref[StandIn] | None
     source: Tensor
+    on_stray: Callable[[Tensor], None] | None
 
     def family(self) -> list[StandIn]:
         return [self, *self.derived]
@@ -71,7 +72,7 @@ class StandIn(paddle.base.core.eager.Tensor):
         return super().transpose(*args, **kwargs)
 
     def flipped(self) -> StandIn:
-        made = stand_in(self.plain.transpose([1, 0]), self.on_product, self.source)
+        made = stand_in(self.plain.transpose([1, 0]), self.on_product, self.source, self.on_stray)
         made.transposed = not self.transposed
         origin = self if self.origin is None else self.origin()
         if origin is not None:
@@ -80,14 +81,29 @@ class StandIn(paddle.base.core.eager.Tensor):
         return made
 
 
-def stand_in(values: Tensor, on_product: ProductHook | None = None, source: Tensor | None = None) -> StandIn:
-    """A stand-in for a parameter with these values; notices products where it is a matrix and `on_product` is given."""
+def stand_in(
+    values: Tensor,
+    on_product: ProductHook | None = None,
+    source: Tensor | None = None,
+    on_stray: Callable[[Tensor], None] | None = None,
+) -> StandIn:
+    """A stand-in for a parameter with these values.
+
+    Args:
+        values: the parameter, or what stands for it.
+        on_product: called for each product with it; only a matrix has any.
+        source: the parameter whose attributes it shows; `values` by default.
+        on_stray: called with a gradient that reached it by another way than a product.
+    """
     frozen = values.detach()
     made = StandIn(values.detach())
     made.stop_gradient = False
     made.plain, made.transposed, made.derived, made.origin = frozen, False, [], None
     made.on_product = on_product if frozen.ndim == 2 else None
     made.source = values if source is None else source
+    made.on_stray = on_stray
+    if on_stray is not None:
+        made.register_hook(on_stray)
     _notice_products()
     return made
 

@@ -18,7 +18,7 @@ from paddle_privacy.gradients.locate import Owner
 from paddle_privacy.gradients.probe import Seen, batch_axis
 from paddle_privacy.gradients.rules import GradRule
 from paddle_privacy.gradients.rules.registry import Lazy
-from paddle_privacy.gradients.stand_in import ProductHook, StandIn, product_factor
+from paddle_privacy.gradients.stand_in import ProductHook, StandIn, product_factor, stand_in
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -225,6 +225,23 @@ class Tap(LayerHooks):
         out.register_hook(arrive)
 
     # Stand-ins for a parameter that is used barely; see gradients/stand_in.py.
+
+    def product_stand_in(self, capture: Capture, parameter: Tensor) -> StandIn:
+        """A stand-in for a parameter that was seen in products only."""
+        me, name = weakref.ref(self), capture.located.names[id(parameter)]
+
+        def on_stray(gradient: Tensor) -> None:
+            tap = me()
+            capture = None if tap is None else tap._capture()
+            if tap is None or capture is None or paused() or capture.open_group() is None:
+                return
+            with capture.keeping_failure(tap.described):
+                raise PrivacyError(
+                    f"parameter '{name}' was used in another way than at the first batch, where it occurred in matrix "
+                    "products only; build the optimizer anew when the model starts to compute something else"
+                )
+
+        return stand_in(parameter, self.on_product(capture, parameter), on_stray=on_stray)
 
     def on_product(self, capture: Capture, parameter: Tensor) -> ProductHook:
         """What a product stand-in for `parameter` calls: asks for the gradient of the product."""

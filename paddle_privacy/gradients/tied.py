@@ -170,7 +170,7 @@ class TiedUses:
         if strategy.kind == "rows":
             entry.by_rows[key] = made = stand_in(parameter)
             return made
-        return stand_in(parameter, tap.on_product(capture, parameter))
+        return tap.product_stand_in(capture, parameter)
 
     def _install(self, entry: Entry, key: int, value: Tensor) -> None:
         self.capture.uses.elsewhere.add(key)

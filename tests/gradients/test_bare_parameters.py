@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn
 
-from paddle_privacy import PrivacyWarning, UnsupportedLayer
+from paddle_privacy import PrivacyError, PrivacyWarning, UnsupportedLayer
 from paddle_privacy.gradients.bare import BareTap
 from paddle_privacy.gradients.capture import Capture
 from paddle_privacy.gradients.locate import locate
@@ -378,6 +378,23 @@ def test_a_table_that_all_samples_share():
 
     with pytest.warns(PrivacyWarning, match=r"\['bias.table'\]"):
         assert_parity(randomise(built(Attention, "float64")), projected_loss(), [floats(6, D)])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_use_that_the_first_batch_did_not_have_is_refused(transposed):
+    def function(s, x):
+        w = s.w.T if transposed else s.w
+        return x @ w + (w.sum() if getattr(s, "later", False) else 0.0)
+
+    model = randomise(built(lambda: Bare(function, {"w": [D, D]}), "float64"))
+    capture = Capture(locate(model.parameters(), model), lambda group: None)
+    model(floats(3, D)).sum().backward()
+    capture.finish()
+    model.inner.later = True
+    model(floats(3, D, seed=2)).sum().backward()
+    with pytest.raises(PrivacyError, match="parameter 'inner.w' was used in another way than at the first batch"):
+        capture.finish()
+    capture.remove()
 
 
 def test_weight_norm_is_exact_and_spectral_norm_refused_with_a_reason():
