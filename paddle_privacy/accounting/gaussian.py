@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import log_ndtr
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """δ(ε) = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ) of N(0, 1) against N(μ, 1); exact for every ε >= 0.
+    """δ(ε) = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ) of N(0, 1) against N(μ, 1); exact for every ε >= 0, rounded up.
 
     ``mu`` is sensitivity over noise standard deviation, √Σ(1/σᵢ²) for a composition. Computed in logarithms, so that
     neither e^ε overflows nor δ = 1e-300 is lost.
     """
+    from scipy.special import log_ndtr
+
     if mu == 0:
         return 0.0
     if math.isinf(mu):
         return 1.0
     log_first = float(log_ndtr(mu / 2 - epsilon / mu))
     log_second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    if log_second >= log_first:
-        return 0.0
-    return float(np.exp(log_first) * -np.expm1(log_second - log_first))
+    first = math.exp(log_first)
+    # The two terms cancel where μ is small; what their rounding can hide is added.
+    rounding = 4.5e-16 * first * (1 + abs(log_first))
+    return min(1.0, first * -float(np.expm1(min(0.0, log_second - log_first))) + rounding)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -44,5 +46,4 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
             low = middle
         else:
             high = middle
-    # δ itself carries rounding noise of a few ulp times e^ε Φ(..)/δ; the margin keeps the answer above the truth.
     return high * (1 + 1e-12)

@@ -32,7 +32,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln, ndtr
 
 from ..errors import UnsupportedEvent
 from .mechanism import SampledGaussian
@@ -107,8 +106,10 @@ class Branch:
     def _slope(self, x: np.ndarray) -> np.ndarray:
         return (_mean_of(self.p, self.sigma, x) - _mean_of(self.q, self.sigma, x)) / self.sigma**2
 
-    def hockey_stick(self, epsilon: float) -> float:
-        """P[loss > ε] - e^ε Q[loss > ε], exact; needs losses around ε to lie on this branch."""
+    def hockey_stick(self, epsilon: float) -> tuple[float, float]:
+        """P[loss > ε] - e^ε Q[loss > ε], and a bound on its rounding error; ε must be a loss of this branch."""
+        from scipy.special import ndtr
+
         x = float(self.position(np.array([epsilon]))[0])
         excess: dict[float, float] = {}
         for weight, mean in self.p:
@@ -116,7 +117,11 @@ class Branch:
         for weight, mean in self.q:
             # e^ε = 1 + (e^ε - 1), so that equal weights cancel before anything is rounded.
             excess[mean] = (excess.get(mean, 0.0) - weight) - weight * math.expm1(epsilon)
-        return max(0.0, sum(value * float(ndtr((mean - x) / self.sigma)) for mean, value in excess.items()))
+        tails = {mean: float(ndtr((mean - x) / self.sigma)) for mean in excess}
+        value = sum(excess[mean] * tail for mean, tail in tails.items())
+        # Weights carry an error of one ulp of 1, products and tails a few ulp of themselves.
+        error = 2.3e-16 * sum((1 + 8 * abs(excess[mean])) * tail for mean, tail in tails.items())
+        return max(0.0, value), error
 
     def masses(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """P- and Q-probability between successive entries of ``x`` (rising, may be ±inf), shape [len(x) - 1]."""
@@ -132,9 +137,15 @@ class Pair:
 
     branches: tuple[Branch, ...]
 
-    def hockey_stick(self, epsilon: float) -> float:
-        """δ(ε) of a single use, exact, for ε >= 0."""
-        return self.branches[-1].hockey_stick(epsilon)
+    def delta(self, epsilon: float) -> float:
+        """δ(ε) of a single use for ε >= 0: exact, rounded up."""
+        value, error = self.branches[-1].hockey_stick(epsilon)
+        return min(1.0, value + error)
+
+    def delta_below(self, epsilon: float) -> float:
+        """δ(ε) of a single use for ε >= 0: exact, rounded down."""
+        value, error = self.branches[-1].hockey_stick(epsilon)
+        return max(0.0, value - error)
 
     def atom(self) -> tuple[float, float]:
         """(P, Q) mass that lies at loss 0."""
@@ -184,6 +195,8 @@ def _reversed(branch: Branch) -> Branch:
 
 
 def _binomial(size: int, rate: float) -> Mixture:
+    from scipy.special import gammaln
+
     j = np.arange(size + 1)
     log_weight = gammaln(size + 1) - gammaln(j + 1) - gammaln(size - j + 1) + j * math.log(rate)
     weight = np.exp(log_weight + (size - j) * math.log1p(-rate))
@@ -210,6 +223,8 @@ def _mean_of(mixture: Mixture, sigma: float, x: np.ndarray) -> np.ndarray:
 
 
 def _interval_masses(mixture: Mixture, sigma: float, x: np.ndarray) -> np.ndarray:
+    from scipy.special import ndtr
+
     out = np.zeros(x.size - 1)
     for weight, mean in mixture:
         z = (x - mean) / sigma

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri_exp
 
 from .pairs import Pair
 
@@ -61,9 +60,11 @@ class Sketch:
         return peak[:, 0] + np.log(np.exp(terms - peak).sum(axis=1))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def sketch(pair: Pair, log_tail: float) -> Sketch:
     """About 800 outcomes of ``pair``; P-tails below e^``log_tail`` are left out."""
+    from scipy.special import ndtri_exp
+
     losses: list[np.ndarray] = []
     masses: list[np.ndarray] = []
     for branch in pair.branches:
@@ -212,7 +213,7 @@ class Composition:
     def delta(self, epsilon: float) -> float:
         """Bound on δ(ε)."""
         if self.count <= 1:
-            return sum(pair.hockey_stick(epsilon) for pair, _ in self.parts)
+            return sum(pair.delta(epsilon) if self.pessimistic else pair.delta_below(epsilon) for pair, _ in self.parts)
         best = self.total_variation() if self.pessimistic else 0.0
         # How much of the tails may be cut depends on δ itself: start with next to nothing cut, and settle.
         log_delta = -70.0
@@ -228,18 +229,19 @@ class Composition:
 
     def total_variation(self) -> float:
         """An upper bound on δ(0): total variation distances add up at worst."""
-        return min(1.0, sum(count * pair.hockey_stick(0.0) for pair, count in self.parts) * (1 + 1e-12))
+        return min(1.0, sum(count * pair.delta(0.0) for pair, count in self.parts) * (1 + 1e-12))
 
     def _single_epsilon(self, delta: float) -> float:
         pair = self.parts[0][0]
+        single = pair.delta if self.pessimistic else pair.delta_below
         low, high = 0.0, 1.0
-        while pair.hockey_stick(high) > delta:
+        while single(high) > delta:
             low, high = high, 2 * high
             if high > 1e300:
                 return math.inf
         while high - low > 1e-13 * high:
             middle = (low + high) / 2
-            low, high = (middle, high) if pair.hockey_stick(middle) > delta else (low, middle)
+            low, high = (middle, high) if single(middle) > delta else (low, middle)
         return high * (1 + 1e-10) if self.pessimistic else low * (1 - 1e-10)
 
     def _sketches(self, theta: float, log_delta: float, cap: float) -> list[tuple[Sketch, int]]:
@@ -294,6 +296,8 @@ class Composition:
 
     def _span(self, pair: Pair, plan: Plan, log_delta: float, epsilon: float) -> tuple[float, float]:
         """The losses that a grid for ``pair`` has to reach."""
+        from scipy.special import ndtri_exp
+
         log_tail = self._log_tail(plan.theta, log_delta)
         lowest, highest = math.inf, -math.inf
         for branch in pair.branches:
@@ -372,8 +376,8 @@ class Tail:
             # Measured from its mean, so that the phases that matter stay small when raised to a large count.
             centre = int(round(float((tilted * np.arange(tilted.size)).sum())))
             offset += count * (grid.first + centre)
-            with np.errstate(divide="ignore"):
-                log_one = np.log(fft.rfft(_wrap(tilted, -centre, size)))
+            transform = fft.rfft(_wrap(tilted, -centre, size))
+            log_one = np.log(np.where(transform == 0, 1e-300, transform))
             np.minimum(log_weakest, log_one.real, out=log_weakest)
             log_one *= count
             log_spectrum += log_one
@@ -399,7 +403,7 @@ class Tail:
         # after[j] sums over grid points above j: the losses that count at ε in [sums[j], sums[j+1]).
         self.after = np.append(np.cumsum(weights[::-1])[::-1][1:], 0.0)
         self.after_decayed = np.append(np.cumsum(decayed[::-1])[::-1][1:], 0.0)
-        self.margin = 1 + 1e-9 * (1 + theta) + 4e-15 * count_total
+        self.margin = 1 + 1e-9 * (1 + theta) + 3e-14 * count_total
         self.infinite = -math.expm1(log_finite)
         self.window = size * spacing
         self.top = top

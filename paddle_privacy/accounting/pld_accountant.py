@@ -79,7 +79,7 @@ class PLDAccountant(Accountant):
         closed_form: Callable[[float], float],
     ) -> list[float]:
         """The answer in each direction of neighbours that may be the largest."""
-        totals = {part: count for part, count in self._totals.items() if part.rate > 0}
+        totals = {part: n for part, n in self._totals.items() if part.rate > 0 and part.noise_multiplier < math.inf}
         precision = sum(
             gaussian_precision(part, count, group_size) for part, count in totals.items() if part.sampling == "none"
         )

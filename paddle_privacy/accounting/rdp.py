@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import gammaln
 
 from .pairs import Branch, Pair
 
@@ -95,6 +94,8 @@ def log_convex_excess(log1p_u: np.ndarray, orders: np.ndarray) -> np.ndarray:
 
 def integer_log_moment(q: float, sigma: float, order: int) -> float:
     """log Σₖ C(α,k)(1-q)^{α-k} q^k e^{k(k-1)/(2σ²)} (Mironov, Talwar, Zhang 2019, section 3.3)."""
+    from scipy.special import gammaln
+
     k = np.arange(order + 1)
     log_terms = (
         gammaln(order + 1)

@@ -26,7 +26,7 @@ def mechanism_rdp(mechanism: SampledGaussian, orders: np.ndarray, group_size: in
     """Rényi divergence of one mechanism between neighbours that differ in ``group_size`` rows, per order (> 1)."""
     if mechanism.sampling == "none":
         return np.asarray(orders) * gaussian_precision(mechanism, 1, group_size) / 2
-    if mechanism.rate == 0:
+    if mechanism.rate == 0 or math.isinf(mechanism.noise_multiplier):
         return np.zeros(np.shape(orders))
     if mechanism.noise_multiplier == 0:
         return np.full(np.shape(orders), math.inf)

@@ -174,7 +174,8 @@ def test_truncation_adds_its_own_probability():
 
     slack = (1 + math.exp(value)) * 100 * binom.sf(180, 10_001, 0.01)
     assert plain.get_delta(value) + slack == pytest.approx(rare.get_delta(value), rel=1e-6)
-    assert rare.get_delta(value) <= 1e-5 * (1 + 1e-9)
+    # Each question optimises its own Rényi order, so one is the inverse of the other to about 1e-6.
+    assert rare.get_delta(value) <= 1e-5 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,6 +14,10 @@ import pytest
 from scipy.special import ndtr
 
 from paddle_privacy.accounting import FixedSize, Gaussian, PLDAccountant, PoissonSampled, ShuffledEpoch
+from paddle_privacy.accounting.gaussian import gaussian_epsilon
+from paddle_privacy.accounting.mechanism import decompose
+from paddle_privacy.accounting.pairs import Branch, Pair, dominating_pairs
+from paddle_privacy.accounting.pld import Composition
 
 GRID = np.linspace(-14, 14, 40_001)
 
@@ -122,9 +126,6 @@ EVENTS = [
 @pytest.mark.parametrize("epsilon", [0.1, 1.0])
 def test_two_compositions_match_a_double_integral(event, epsilon):
     """δ₂(ε) = E over the first loss of δ₁(ε - loss): no grid of losses, no Fourier transform, no tilt."""
-    from paddle_privacy.accounting.mechanism import decompose
-    from paddle_privacy.accounting.pairs import dominating_pairs
-
     ((mechanism, _),), _ = decompose(event)
     exact = 0.0
     for pair in dominating_pairs(mechanism):
@@ -161,3 +162,24 @@ def single(pair, losses):
         below = 1 - upper_tail(falling.p, falling, x), 1 - upper_tail(falling.q, falling, x)
         out = np.where(losses < 0, (1 - below[0]) - np.exp(losses) * (1 - below[1]), out)
     return out
+
+
+@pytest.mark.parametrize("mu, count", [(1.0, 2), (0.1, 100), (0.01, 10_000), (1e-3, 1_000_000), (0.3, 2000)])
+@pytest.mark.parametrize("delta", [1e-3, 1e-15])
+def test_composed_gaussians_meet_the_closed_form_from_both_sides(mu, count, delta):
+    # The accountant answers unsampled Gaussians in closed form; here they go through grid, tilt and transform.
+    pair = Pair((Branch(((1.0, mu),), ((1.0, 0.0),), 1.0),))
+    exact = gaussian_epsilon(mu * math.sqrt(count), delta)
+    upper = Composition([(pair, count)]).epsilon(delta)
+    lower = Composition([(pair, count)], pessimistic=False).epsilon(delta)
+    assert exact * (1 - 1e-9) <= upper <= exact + 4e-4
+    assert exact - 8e-4 <= lower <= exact * (1 + 1e-9)
+    assert delta <= Composition([(pair, count)]).delta(exact) * (1 + 1e-9)
+
+
+def test_pairs_of_gaussians_keep_their_own_grids():
+    # Different spacings of loss in one sum, one of them wider than the window of the result.
+    pairs = [(Pair((Branch(((1.0, mu),), ((1.0, 0.0),), 1.0),)), count) for mu, count in ((2.0, 1), (0.05, 400))]
+    exact = gaussian_epsilon(math.sqrt(4 + 1), 1e-6)
+    assert exact <= Composition(pairs).epsilon(1e-6) <= exact + 1e-4
+    assert exact - 2e-4 <= Composition(pairs, pessimistic=False).epsilon(1e-6) <= exact
