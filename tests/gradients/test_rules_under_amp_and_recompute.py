@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
@@ -94,6 +95,33 @@ def test_recompute(reentrant):
     for _ in range(2):
         factors = assert_parity(model, loss_of(False), [floats(5, 4)], dtype="float32", oracle_model=plain)
         assert len(factors) == len(model.parameters())
+
+
+class RandomBlock(nn.Layer):
+    """Differentiated row by row: a sliced table cannot be expanded, and dropout cannot be replayed."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.last = self.create_parameter([7, 4]), nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.last(F.dropout(x + self.positions[: x.shape[1]], 0.4, training=self.training))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_of_a_random_block(reentrant):
+    model, plain = Recomputed(reentrant), Recomputed(None)
+    model.block, plain.block = RandomBlock(), RandomBlock()
+    plain.set_state_dict(randomise(model).state_dict())
+    x, loss_fn = floats(5, 4), loss_of(False)
+    paddle.seed(7)
+    factors = captured(model, loss_fn, [x])
+    for i in range(B):
+        paddle.seed(7)
+        grads = paddle.grad([loss_fn(plain, x)[i]], plain.parameters())
+        for (name, _), wanted in zip(plain.named_parameters(), grads):
+            assert float(wanted.abs().max()) > 0
+            np.testing.assert_allclose(factors[name].per_sample()[i].numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_input_that_is_modified_in_place_after_the_layer_read_it_is_refused():
