@@ -280,7 +280,7 @@ def check_target(target_epsilon: Any) -> None:
 
 
 def _check_steps(steps: Any) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    if isinstance(steps, bool) or not hasattr(steps, "__index__") or steps < 0:
         raise ValueError(f"steps must be an integer >= 0, got {steps!r}.")
 
 
