@@ -78,6 +78,7 @@ class Spending:
         ranks = current_ranks()
         self.world = 1 if ranks is None else ranks.world
         self._resolved = False
+        self._warned_of_rows = False
         self._passes: PassCounter | None = None
         self.passes_due = 0
         if data_loader is not None:
@@ -263,10 +264,30 @@ class Spending:
             PrivacyError: the rows are not the ones the sampler emitted.
         """
         self.resolve()
+        self._refuse_too_many(rows)
         if self._passes is not None:
             self.passes_due += self._passes.observe()
         sampler = self._poisson_sampler()
         return sampler.emissions.take(rows) if sampler is not None else None
+
+    def _refuse_too_many(self, rows: int) -> None:
+        """More rows than a batch has: one sample is several rows, each of them clipped on its own."""
+        if self._poisson_sampler() is not None:
+            return
+        why = (
+            "if the model runs each sample several times (augmented copies, positions flattened into the batch), a "
+            "sample would reach several times its bound: run the copies in separate forwards and add their losses"
+        )
+        loaded = self.scheme.batch_size if self.scheme is not None and self.scheme.kind == "shuffle" else None
+        if loaded is not None and rows > loaded:
+            raise PrivacyError(f"a backward() had {rows} rows where the data loader's batches have {loaded:g}; {why}")
+        # Declared Poisson batches spread: six standard deviations are passed once in 10^9 batches.
+        spread = 6.0 * math.sqrt(self.batch_size) if self.kind == "poisson" else 0.0
+        if loaded is None and rows > self.batch_size + spread and not self._warned_of_rows:
+            self._warned_of_rows = True
+            _warn(
+                f"a backward() had {rows} rows where batch_size={self.batch_size:g}; {why}, or pass the true batch_size"
+            )
 
     def _due(self) -> tuple[Event, int]:
         """The event of the coming step, and how often it is composed."""

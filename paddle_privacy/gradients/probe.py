@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 1 << 20
 _LARGEST_STATISTIC = 1 << 16
+# Batches that may leave a structure undecided before that is said and taken as it is.
+_TRIES = 10
 _directions: dict[tuple, Tensor] = {}
 
 
@@ -72,6 +74,7 @@ class Seen:
         # The first axis that the gradient rule will take for the batch.
         self.rows = rows
         kept = [x for x in [*tensors(inputs), *tensors(output)] if x.ndim > axis and x.shape[axis] == rows]
+        self.shapes = [x.shape[:axis] + x.shape[axis + 1 :] for x in kept]
         self.prints = [fingerprints(x, axis) for x in kept]
 
 
@@ -95,6 +98,7 @@ class StructureProbe:
     def __init__(self, capture: Capture):
         self._capture = capture
         self._verified: dict[tuple[int, bool], list[frozenset[int]]] = {}
+        self._tries: dict[tuple[int, bool], int] = {}
         self._warned: set[int] = set()
 
     def begin(self, entry: Entry) -> Recording:
@@ -158,6 +162,12 @@ class StructureProbe:
             except Exception as error:
                 self._warn(entry, f"running it a second time raised {type(error).__name__}: {error}")
                 return True
+            if _other_shapes(recording, touched):
+                # Padding trimmed to the longest sample, most likely; another batch may show more.
+                tries = self._tries[_key(entry)] = self._tries.get(_key(entry), 0) + 1
+                if tries == _TRIES:
+                    self._warn(entry, "replacing a sample changes the shape of its activations (trimmed padding?)")
+                return tries >= _TRIES
             self._compare(entry, recording, touched, leaves, other, recording.outputs if output is None else output)
             self._refuse_batch_buffers(entry, changed)
             try:
@@ -272,6 +282,13 @@ def _different_row(entry: Entry, leaves: list[int]) -> int | None:
 
 def _with_row_replaced(x: Tensor, other: int) -> Tensor:
     return paddle.concat([x[other : other + 1], x[1:]])
+
+
+def _other_shapes(base: Recording, replay: Recording) -> bool:
+    """Whether the same layers ran in both, on activations of other lengths."""
+    if [s.path for s in base.calls] != [s.path for s in replay.calls]:
+        return False
+    return any(mine.shapes != theirs.shapes for mine, theirs in zip(base.calls, replay.calls))
 
 
 def _first_difference(base: Recording, replay: Recording, output: list[Tensor]) -> str | None:

@@ -808,3 +808,73 @@ def test_threads_run_other_models_and_evaluate_this_one():
         for thread in threads:
             thread.join()
     assert not errors, errors
+
+
+# More rows than samples
+
+
+class Indices(paddle.io.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return paddle.full([3], float(index))
+
+
+COPIES = (
+    "if the model runs each sample several times (augmented copies, positions flattened into the batch), a sample "
+    "would reach several times its bound: run the copies in separate forwards and add their losses"
+)
+
+
+def test_more_rows_than_a_loaders_batch_are_refused():
+    loader = paddle.io.DataLoader(Indices(), batch_size=4, shuffle=True)
+    model = nn.Linear(3, 1)
+    opt = DPSGD(
+        parameters=model.parameters(), learning_rate=0.1, clip_norm=1.0, noise_multiplier=1.0, batch_size=4,
+        data_loader=loader,
+    )  # fmt: skip
+    batch = next(iter(loader)).reshape([4, 3])
+    twice = paddle.concat([batch, batch + 0.1])
+    (model(twice) ** 2).mean().backward()
+    message = f"a backward() had 8 rows where the data loader's batches have 4; {COPIES}"
+    with pytest.raises(PrivacyError, match=exactly(message)):
+        opt.step()
+
+
+def test_more_rows_than_the_declared_batch_are_said_once():
+    model = nn.Linear(3, 1)
+    opt = optimizer(model, batch_size=4)
+    message = f"a backward() had 20 rows where batch_size=4; {COPIES}, or pass the true batch_size"
+    with pytest.warns(PrivacyWarning, match=exactly(message)):
+        step(model, opt, paddle.randn([4, 5, 3]).reshape([-1, 3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        opt.clear_grad()
+        step(model, opt, paddle.randn([20, 3]))
+
+
+def test_padding_trimmed_to_the_longest_sample_is_not_accused():
+    class Trimming(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, 3, padding_idx=0), nn.Linear(3, 1)
+
+        def forward(self, ids):
+            longest = int((ids != 0).sum(axis=1).max())
+            return self.head(self.words(ids[:, :longest]).sum(axis=1))
+
+    model = Trimming()
+    opt = optimizer(model, batch_size=3)
+    uneven = paddle.to_tensor([[1, 2, 3, 4], [5, 6, 0, 0], [7, 0, 0, 0]])
+    even = paddle.to_tensor([[1, 2, 0, 0], [5, 6, 0, 0], [7, 8, 0, 0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        for ids in (uneven, even):
+            step(model, opt, ids)
+            opt.clear_grad()
+    model, opt = (lambda m: (m, optimizer(m, batch_size=3)))(Trimming())
+    with pytest.warns(PrivacyWarning, match="could not be verified: replacing a sample changes the shape of its"):
+        for _ in range(10):
+            step(model, opt, uneven)
+            opt.clear_grad()
