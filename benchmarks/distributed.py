@@ -10,6 +10,7 @@ in blocks, so that a busy machine slows both. Prints one JSON line for each W:
     scaling_ratio          private_over_plain at this W over that at W = 1: what being private *and* distributed costs
                            beyond being private; the target is at most 1.15
     exchange_ms            median of the private step's collectives alone (agreement and all-reduce)
+    link_ms                medians of one all-reduce of each of LINK_ELEMENTS float32, for benchmarks/scaling.py
     bytes_ratio            bytes all-reduced a private step over those of plain data parallelism (4 a parameter)
 """
 
@@ -25,6 +26,8 @@ import sys
 import time
 import warnings
 from typing import Any, Callable
+
+LINK_ELEMENTS = (100_000, 1_000_000)
 
 
 def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
         "private_ms": 1e3 * statistics.median(times["private"]),
     }
     if ranks is not None:
+        found["link_ms"] = [1e3 * _link(paddle.zeros([n])) for n in LINK_ELEMENTS]
         steps = optimizer.spending.steps
         each = len(exchange) // steps
         found["exchange_ms"] = 1e3 * statistics.median(
@@ -99,6 +103,18 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
         )
         found["bytes_ratio"] = ranks.bytes_sent / steps / (4 * parameters)
     return found
+
+
+def _link(tensor: Any) -> float:
+    import paddle.distributed as dist
+
+    times: list[float] = []
+    for _ in range(15):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def _timed(method: Callable, times: list[float]) -> Callable:
@@ -111,7 +127,8 @@ def _timed(method: Callable, times: list[float]) -> Callable:
     return timed
 
 
-def start(world: int) -> dict[str, Any]:
+def start(world: int, arguments: list[str]) -> dict[str, Any]:
+    """What rank 0 of `world` processes measured, with the given words of the command line."""
     sockets = [socket.socket() for _ in range(world)]
     for s in sockets:
         s.bind(("127.0.0.1", 0))
@@ -129,7 +146,7 @@ def start(world: int) -> dict[str, Any]:
             "PADDLE_DISTRI_BACKEND": "gloo",
             "OMP_NUM_THREADS": "1",
         }
-        words = [sys.executable, "-W", "ignore", *sys.argv, "--as-rank", str(world)]
+        words = [sys.executable, "-W", "ignore", __file__, *arguments, "--as-rank", str(world)]
         # The other ranks print what rank 0 prints.
         out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(words, env=surroundings, stdout=out, stderr=subprocess.DEVNULL, text=True))
@@ -154,7 +171,7 @@ def main() -> None:
         return
     alone: float | None = None
     for world in options.worlds:
-        found = start(world)
+        found = start(world, sys.argv[1:])
         found["private_over_plain"] = found["private_ms"] / found["plain_ms"]
         if world == 1:
             alone = found["private_over_plain"]
