@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from paddle_privacy import kernels
 from paddle_privacy.gradients.factors import Dense, widen
-from paddle_privacy.gradients.rules.linear import sum_over_positions
+from paddle_privacy.gradients.rules.linear import positions
 from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
 
 
@@ -21,8 +21,8 @@ def layer_norm(layer: nn.LayerNorm, inputs: tuple, output_grad: Tensor) -> dict[
     g = widen(output_grad).reshape([output_grad.shape[0], -1, width])
 
     def weight() -> Dense:
-        normalised = F.layer_norm(widen(inputs[0]), layer._normalized_shape, epsilon=layer._epsilon)
-        return Dense((normalised.reshape(g.shape) * g).sum(axis=1))
+        x = widen(inputs[0]).reshape(g.shape)
+        return Dense(kernels.norm_layer_sums(x, g, layer._epsilon, centered=True, with_bias=False)[0])
 
     return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
 
@@ -78,8 +78,7 @@ def rms_norm(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, L
     """y = γ ∘ x / √(mean x² + ε) (Zhang and Sennrich 2019)."""
 
     def weight() -> Dense:
-        x = widen(inputs[0])
-        normalised = x * paddle.rsqrt(x.square().mean(axis=-1, keepdim=True) + layer.variance_epsilon)
-        return Dense(sum_over_positions(normalised * widen(output_grad)))
+        x, g = positions(widen(inputs[0])), positions(widen(output_grad))
+        return Dense(kernels.norm_layer_sums(x, g, layer.variance_epsilon, centered=False, with_bias=False)[0])
 
     return {"weight": weight}
