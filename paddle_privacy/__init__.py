@@ -46,6 +46,8 @@ _ON_DEMAND = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "federated":
+        return import_module(f"{__name__}.federated")
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
