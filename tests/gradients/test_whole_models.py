@@ -116,9 +116,17 @@ def test_bart_shares_its_positions_and_its_table():
         assert_parity(model, loss_of(lambda m, ids: m(ids)), [token_ids()])
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_t5_shares_its_relative_positions():
+    config = T.T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
+    model = randomise(T.T5ForConditionalGeneration(config))
+    with pytest.warns(UserWarning, match="relative_attention_bias.weight.*has to be differentiated sample by sample"):
+        # Its norms compute in float32.
+        assert_parity(model, loss_of(lambda m, ids: m(ids, decoder_input_ids=ids)), [token_ids()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
 def test_decoders_with_rms_norm(kind):
-    extra = {"num_key_value_heads": 2} if kind == "Qwen2" else {}
+    extra = {} if kind == "Llama" else {"num_key_value_heads": 2}
     model = randomise(getattr(T, f"{kind}ForCausalLM")(getattr(T, f"{kind}Config")(**LLAMA, **extra)))
     # These models compute norms and logits in float32 whatever their parameters are.
     assert_parity(model, loss_of(lambda m, ids: m(ids)), [token_ids()], rtol=1e-5)
