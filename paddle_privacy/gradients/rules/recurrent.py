@@ -34,12 +34,19 @@ class Gates:
     v and of the state before it; :meth:`input_side` gives the gradient of u.
     """
 
+    read_by_step: tuple[str, ...] = ()
+
     def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None):
         self.h, self.c = h, c
 
     def back(self, t: Any, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(∂v, the part of ∂h₋ that does not come through v, ∂c₋) at step `t`."""
         raise AssertionError("each kind of cell has its own")
+
+    def by_step(self) -> None:
+        """Splits what :meth:`back` reads into its steps at once: an index costs as much as an addition."""
+        for name in self.read_by_step:
+            setattr(self, name, getattr(self, name).unbind(0))
 
     def input_side(self, dv: Tensor, dh: Tensor) -> Tensor:
         """∂u; equal to ∂v except in a GRU."""
@@ -48,6 +55,8 @@ class Gates:
 
 class SimpleGates(Gates):
     """h = φ(u + v), φ = tanh or relu."""
+
+    read_by_step = ("slope",)
 
     def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None, relu: bool = False):
         super().__init__(u, v, h, c)
@@ -62,6 +71,8 @@ class SimpleGates(Gates):
 
 class LSTMGates(Gates):
     """c = σ(f) c₋ + σ(i) tanh(g), h = σ(o) tanh(c) (Hochreiter and Schmidhuber 1997; gate order i, f, g, o)."""
+
+    read_by_step = ("cell_slope", "slopes", "forget")
 
     def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor, after: Tensor | None = None):
         super().__init__(u, v, h, c)
@@ -84,6 +95,8 @@ class LSTMGates(Gates):
 
 class GRUGates(Gates):
     """h = z h₋ + (1 − z) tanh(uₙ + σ(r) vₙ) (Cho et al. 2014, reset after the product; gate order r, z, n)."""
+
+    read_by_step = ("slopes", "keep")
 
     def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None):
         super().__init__(u, v, h, c)
@@ -220,10 +233,12 @@ class Recurrence(PyLayer):
         before = paddle.concat([h0.unsqueeze(0), out[:-1]])
         u, v = affine(x, weight_ih, bias_ih), affine(before, weight_hh, bias_hh)
         linearised = gates(direction.mode, u, v, before, _cell_states(u + v, c0) if c0 is not None else None)
+        linearised.by_step()
+        douts = dout.unbind(0)
         dvs: list[Tensor] = []
         dhs: list[Tensor] = []
         for t in reversed(range(steps)):
-            total = dout[t] + dh
+            total = douts[t] + dh
             dv, passed, dc_before = linearised.back(t, total, dc)
             through = paddle.matmul(dv, weight_hh)
             dh_before = through if passed is None else through + passed
@@ -248,7 +263,7 @@ class Recurrence(PyLayer):
 def _cell_states(z: Tensor, c0: Tensor) -> Tensor:
     """[T, B, H]: the LSTM's cell state before each step."""
     i, f, g, _ = z.chunk(4, axis=-1)
-    forget, update = F.sigmoid(f), F.sigmoid(i) * paddle.tanh(g)
+    forget, update = F.sigmoid(f).unbind(0), (F.sigmoid(i) * paddle.tanh(g)).unbind(0)
     states = [c0]
     for t in range(z.shape[0] - 1):
         states.append(forget[t] * states[-1] + update[t])
