@@ -88,13 +88,26 @@ class Spending:
 
     # What the sampling is
 
+    def _is_ours(self, scheme: SamplingScheme) -> bool:
+        """Whether a loader that was found, not given, can be over the training rows.
+
+        One with another N is not. Where N is unknown, nor is a Poisson loader of another batch size: leaving it out
+        means that every row is assumed in every step.
+        """
+        if self.num_rows is not None:
+            return self.num_rows == scheme.num_rows
+        return scheme.kind != "poisson" or self._expects_our_batch(scheme)
+
+    def _expects_our_batch(self, scheme: SamplingScheme) -> bool:
+        return math.isclose(float(scheme.batch_size or 0), self.batch_size, rel_tol=1e-9)
+
     def _adopt(self, scheme: SamplingScheme) -> None:
         if self.num_rows is not None and scheme.num_rows is not None and self.num_rows != scheme.num_rows:
             raise ValueError(
                 f"dataset_size={self.num_rows} but the data loader has {scheme.num_rows} rows; give one of them, or "
                 "make them agree"
             )
-        if scheme.kind == "poisson" and not math.isclose(float(scheme.batch_size or 0), self.batch_size, rel_tol=1e-9):
+        if scheme.kind == "poisson" and not self._expects_our_batch(scheme):
             raise ValueError(
                 f"batch_size={self.batch_size:g} but the Poisson sampler expects {scheme.batch_size:g} rows a batch; "
                 "the divisor of the noisy sum must be the expected batch size"

@@ -328,3 +328,18 @@ def test_a_model_in_training_can_be_saved_for_inference(tmp_path):
     np.testing.assert_allclose(paddle.jit.load(str(tmp_path / "net"))(x).numpy(), net(x).numpy(), rtol=1e-6)
     net(x).sum(axis=1).mean().backward()
     optimizer.step()
+
+
+def test_another_poisson_loader_in_use_says_nothing_about_unknown_rows():
+    rows = Rows(60)
+    iterator = iter(DataLoader(rows, batch_sampler=PoissonBatchSampler(rows, batch_size=20)))
+    next(iterator)
+    net = nn.Linear(4, 3)
+    optimizer = private(net)
+    with pytest.warns(pp.PrivacyWarning, match="every row takes part in every step"):
+        for _ in range(2):
+            one_step(net, optimizer)
+    assert optimizer.get_privacy_spent(DELTA).epsilon == pytest.approx(unamplified(2.0, 2), rel=1e-9)
+    with pytest.raises(pp.PrivacyError, match="batch_size=4 but the Poisson sampler expects 20 rows"):
+        one_step(net, private(net, dataset_size=60))
+    del iterator
