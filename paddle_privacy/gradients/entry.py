@@ -32,6 +32,7 @@ class Entry:
         sizes: the sizes of the first axes of its tensor inputs, one of which is the batch.
         rows: the batch size to which inputs of one row are expanded; ``None`` where no input tells.
         called: ids of the tapped layers that ran in it.
+        structure: by what the structure probe knows the model in its present modes.
         stood_in: (layer, name) of the parameters that a stand-in replaces during this forward.
         by_rows: stand-ins for parameters (by id) whose gradients are taken from the model's outputs row by row.
         passed: ids of the layers that looked up something without a batch.
@@ -46,6 +47,7 @@ class Entry:
         # [1, T] position ids may come first; a batch of one row has nothing but ones.
         self.rows = next((n for n in firsts if n != 1), firsts[0] if firsts else None)
         self.called: set[int] = set()
+        self.structure: tuple = ()
         self.stood_in: list[tuple[nn.Layer, str]] = []
         self.by_rows: dict[int, Tensor] = {}
         self.passed: set[int] = set()

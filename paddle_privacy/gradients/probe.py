@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 1 << 20
 _LARGEST_STATISTIC = 1 << 16
+_FIRST_LOOK = 64
 # Batches that may leave a structure undecided before that is said and taken as it is.
 _TRIES = 10
 _directions: dict[tuple, Tensor] = {}
@@ -97,17 +98,39 @@ class StructureProbe:
 
     def __init__(self, capture: Capture):
         self._capture = capture
-        self._verified: dict[tuple[int, bool], list[frozenset[int]]] = {}
-        self._tries: dict[tuple[int, bool], int] = {}
+        self._verified: dict[tuple, list[frozenset[int]]] = {}
+        self._tries: dict[tuple, int] = {}
+        self._forwards: dict[tuple, int] = {}
+        self._layers: dict[int, list[nn.Layer]] = {}
         self._warned: set[int] = set()
 
     def begin(self, entry: Entry) -> Recording:
         """What has to be known before the forward runs."""
-        recording = Recording(wanted=not self._verified.get(_key(entry)))
+        key = entry.structure = self._key(entry)
+        seen = self._forwards[key] = self._forwards.get(key, 0) + 1
+        if seen == self._next_look(seen):
+            # A model may mix samples for some data only, for example by sorting them by length.
+            self._verified.pop(key, None)
+        recording = Recording(wanted=not self._verified.get(key))
         recording.random_state = random_state()
         if recording.wanted:
             recording.buffers = [(place, name, held.clone()) for place, name, held in _state(entry.layer)]
         return recording
+
+    def _key(self, entry: Entry) -> tuple:
+        """The model, and which of its layers are in training mode."""
+        layers = self._layers.get(id(entry.layer))
+        if layers is None:
+            layers = self._layers[id(entry.layer)] = entry.layer.sublayers(include_self=True)
+        return id(entry.layer), tuple(layer.training for layer in layers)
+
+    @staticmethod
+    def _next_look(forwards: int) -> int:
+        """The forwards at which a known structure is verified again: the 64th, the 512th, and so on by factors of 8."""
+        look = _FIRST_LOOK
+        while look < forwards:
+            look *= 8
+        return look
 
     def end(self, entry: Entry, output: Any) -> None:
         """After the forward: verifies its structure, unless that is known.
@@ -116,7 +139,7 @@ class StructureProbe:
             PrivacyError: the structure does not keep samples apart; the message names the first layer.
         """
         recording, entry.recording = entry.recording, None
-        verified = self._verified.setdefault(_key(entry), [])
+        verified = self._verified.setdefault(entry.structure, [])
         called = frozenset(entry.called)
         if recording is None or any(called <= known for known in verified):
             return
@@ -164,7 +187,7 @@ class StructureProbe:
                 return True
             if _other_shapes(recording, touched):
                 # Padding trimmed to the longest sample, most likely; another batch may show more.
-                tries = self._tries[_key(entry)] = self._tries.get(_key(entry), 0) + 1
+                tries = self._tries[entry.structure] = self._tries.get(entry.structure, 0) + 1
                 if tries == _TRIES:
                     self._warn(entry, "replacing a sample changes the shape of its activations (trimmed padding?)")
                 return tries >= _TRIES
@@ -195,14 +218,16 @@ class StructureProbe:
         )
         set_random_state(recording.random_state)
         running.probing = replay
-        rows = entry.rows
+        rows, sizes = entry.rows, entry.sizes
+        entry.sizes = frozenset(x.shape[0] for x in _leaves((args, kwargs)) if x.ndim)
         if leaves:
             entry.rows = _leaves((args, kwargs), leaves[:1])[0].shape[0]
         running.entry = entry
         try:
             replay.outputs = list(tensors(entry.layer(*args, **kwargs)))
         finally:
-            running.probing, running.entry, entry.rows = None, None, rows
+            running.probing, running.entry = None, None
+            entry.rows, entry.sizes = rows, sizes
         return replay
 
     def _compare(
@@ -258,10 +283,6 @@ class StructureProbe:
             )
 
 
-def _key(entry: Entry) -> tuple[int, bool]:
-    return id(entry.layer), entry.layer.training
-
-
 def _leaves(entry: Any, only: list[int] | None = None) -> list[Tensor]:
     tree = entry if isinstance(entry, tuple) else (entry.args, entry.kwargs)
     found = list(tensors(tree))
@@ -269,15 +290,13 @@ def _leaves(entry: Any, only: list[int] | None = None) -> list[Tensor]:
 
 
 def _different_row(entry: Entry, leaves: list[int]) -> int | None:
-    """A row that differs from row 0 in some input."""
-    moved = None
-    for x in _leaves(entry, leaves):
-        same = fingerprints(x)
-        differs = (same != same[:1]).any(axis=1)
-        moved = differs if moved is None else moved | differs
-    if moved is None or not bool(moved.any()):
-        return None
-    return int(moved.astype("int32").argmax())
+    """The row that differs from row 0 in the most inputs (lengths and masks too).
+
+    The last of these: where samples come sorted, exchanging the ends is what a model that sorts reacts to.
+    """
+    score = sum((x != x[:1]).reshape([x.shape[0], -1]).any(axis=1).astype("int64") for x in _leaves(entry, leaves))
+    best = int(score.max())
+    return int(paddle.nonzero(score == best)[-1]) if best else None
 
 
 def _with_row_replaced(x: Tensor, other: int) -> Tensor:

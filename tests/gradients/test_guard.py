@@ -151,18 +151,65 @@ def test_time_major_activation_of_another_length_is_refused():
         model(paddle.randn([4, 5, 3]))
 
 
-def test_position_ids_without_a_batch_axis_are_refused_when_as_many_as_samples():
+@pytest.mark.parametrize("length", [4, 5])
+def test_position_ids_without_a_batch_axis_are_exact_or_refused(length):
+    """As many positions as samples is the trap: the ids then look like one id a sample."""
     model = UnbatchedPositions()
+    ids = paddle.to_tensor(np.arange(4 * length).reshape([4, length]) % 11)
+    per_sample = one_by_one(model, lambda m, x: (m(x) ** 2).sum(1), [ids], model.parameters())
+    opt = optimizer(model)
+    try:
+        for _ in range(2):
+            (model(ids) ** 2).sum(1).mean().backward()
+            opt._capture.finish()
+    except UnsupportedLayer as refused:
+        assert re.search("layer 'positions' \\(Embedding\\)", str(refused))
+        return
+    norms = np.sqrt(sum((g.reshape(4, -1) ** 2).sum(1) for g in per_sample))
+    np.testing.assert_allclose(opt._clipped_sum.norms.numpy()[:4], norms, rtol=1e-4)
+
+
+def test_position_ids_without_a_batch_axis_are_exact_or_refused(length):
+    """As many positions as samples is the trap: the ids then look like one id a sample."""
+    model = UnbatchedPositions()
+    ids = paddle.to_tensor(np.arange(4 * length).reshape([4, length]) % 11)
+    per_sample = one_by_one(model, lambda m, x: (m(x) ** 2).sum(1), [ids], model.parameters())
+    norms = np.sqrt(sum((g.reshape(4, -1) ** 2).sum(1) for g in per_sample))
+    opt = optimizer(model)
+    try:
+        for _ in range(2):
+            (model(ids) ** 2).sum(1).mean().backward()
+            opt._capture.finish()
+            np.testing.assert_allclose(opt._clipped_sum.norms.numpy(), norms, rtol=1e-5)
+            opt.clear_grad()
+    except UnsupportedLayer as refused:
+        assert re.search("layer 'positions' \\(Embedding\\)", str(refused))
+
+
+class PrefixBank(nn.Layer):
+    """[4, d] learned vectors through a layer: four rows that are no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(x * self.bank(paddle.ones([4, 3])).sum(axis=0))
+
+
+@pytest.mark.parametrize("rows, message", [
+    (4, "layer 'bank' (Linear) sees 4 rows on its first axis when 'PrefixBank' gets 5 samples, so that axis is not "
+        "the batch (it had the batch's length, 4, by chance); make activations batch first and give position ids as "
+        "[B, T]"),
+    (6, "layer 'bank' (Linear) sees 4 rows on its first axis where 'PrefixBank' was called with 6; the first axis of "
+        "every activation must be the batch, so keep positions on axes of their own ([B, T, d] instead of [B*T, d]) "
+        "and give position ids as [B, T]"),
+])  # fmt: skip
+def test_rows_that_are_no_samples_are_refused(rows, message):
+    model = PrefixBank()
     optimizer(model)
-    with pytest.raises(
-        UnsupportedLayer,
-        match=exactly(
-            "layer 'positions' (Embedding) sees 4 rows on its first axis when 'UnbatchedPositions' gets 5 samples, so "
-            "that axis is not the batch (it had the batch's length, 4, by chance); make activations batch first and "
-            "give position ids as [B, T]"
-        ),
-    ):
-        model(paddle.to_tensor(np.arange(16).reshape([4, 4]) % 11))
+    with pytest.raises(UnsupportedLayer, match=exactly(message)):
+        model(paddle.randn([rows, 3]))
 
 
 def test_flattened_positions_are_refused():
@@ -878,3 +925,61 @@ def test_padding_trimmed_to_the_longest_sample_is_not_accused():
         for _ in range(10):
             step(model, opt, uneven)
             opt.clear_grad()
+
+
+# What depends on the data
+
+
+class SortedByLength(nn.Layer):
+    """Sorts the samples by length, as packing for recurrent kernels does, and forgets to put them back."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(9, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, ids):
+        order = (ids != 0).sum(axis=1).argsort(descending=True, stable=True)
+        h = self.inner(self.words(ids).index_select(order, axis=0))
+        return self.head(h.index_select(order.argsort(), axis=0).sum(axis=1))
+
+
+def test_samples_sorted_inside_the_model_are_refused():
+    model = SortedByLength()
+    optimizer(model, batch_size=3)
+    with pytest.raises(
+        UnsupportedLayer, match="layer 'inner' \\(Linear\\) depends on other rows: 'SortedByLength' mixes"
+    ):
+        model(paddle.to_tensor([[1, 0, 0], [2, 3, 0], [4, 5, 6]]))
+
+
+def test_samples_that_come_sorted_are_refused_as_well():
+    model = SortedByLength()
+    optimizer(model, batch_size=3)
+    with pytest.raises(UnsupportedLayer, match="'SortedByLength' mixes"):
+        model(paddle.to_tensor([[4, 5, 6], [2, 3, 0], [1, 0, 0]]))
+
+
+def test_mixing_that_begins_later_is_found_by_a_later_look():
+    model = SortedByLength()
+    opt = optimizer(model, batch_size=3)
+    even = paddle.to_tensor([[4, 5, 6], [2, 3, 4], [1, 7, 8]])
+    for _ in range(63):
+        step(model, opt, even)
+        opt.clear_grad()
+    with pytest.raises(UnsupportedLayer, match="'SortedByLength' mixes"):
+        model(paddle.to_tensor([[1, 0, 0], [2, 3, 0], [4, 5, 6]]))
+
+
+def test_layer_that_mixes_in_its_own_training_mode_only():
+    class Mixing(nn.Layer):
+        def forward(self, x):
+            return x - x.mean(axis=0) if self.training else x
+
+    model = nn.Sequential(nn.Linear(3, 3), Mixing(), nn.Linear(3, 1))
+    opt = optimizer(model)
+    model[1].eval()
+    step(model, opt, paddle.randn([4, 3]))
+    opt.clear_grad()
+    model[1].train()
+    with pytest.raises(UnsupportedLayer, match="^layer '1' \\(Mixing\\) mixes the samples"):
+        model(paddle.randn([4, 3]))
