@@ -191,8 +191,7 @@ class Spending:
         if self.scheme is None and (self.world == 1 or self.sampling == "auto"):
             live = find_live_loader()
             scheme = detect_sampling(live) if live is not None else None
-            # Another N: somebody else's loader, which says nothing about the training rows.
-            if scheme is not None and self.num_rows in (None, scheme.num_rows):
+            if scheme is not None and self._is_ours(scheme):
                 self._adopt(scheme)
                 if self.kind is not None:
                     self._decide()
