@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
     from paddle_privacy.gradients.entry import Entry
 
-_MAX_WIDTH = 1 << 20
+_MAX_WIDTH = 1 << 18
 _LARGEST_STATISTIC = 1 << 16
 _FIRST_LOOK = 64
 # Batches that may leave a structure undecided before that is said and taken as it is.
@@ -53,28 +53,33 @@ def fingerprints(x: Tensor, axis: int = 0) -> Tensor:
     """
     rows = x.shape[axis]
     flat = (x.moveaxis(axis, 0) if axis else x).reshape([rows, -1])
-    wide = paddle.float32 if flat.dtype in (paddle.float16, paddle.bfloat16, paddle.float32) else paddle.float64
-    total = paddle.zeros([rows, 2], dtype=wide)
     if flat.dtype in (paddle.complex64, paddle.complex128):
         flat = paddle.as_real(flat).reshape([rows, -1])
-    for start in range(0, flat.shape[1], _MAX_WIDTH):
+    wide = paddle.float32 if flat.dtype in (paddle.float16, paddle.bfloat16, paddle.float32) else paddle.float64
+    total = paddle.zeros([2, rows], dtype=wide)
+    for chunk, start in enumerate(range(0, flat.shape[1], _MAX_WIDTH)):
         part = flat[:, start : start + _MAX_WIDTH].astype(wide)
-        key = (part.shape[1], wide, str(x.place))
-        if key not in _directions:
-            drawn = np.random.RandomState(part.shape[1]).uniform(0.5, 1.5, [part.shape[1], 2])
-            _directions[key] = paddle.to_tensor(drawn, dtype=wide)
-        total = total + paddle.matmul(part, _directions[key])
-    return total.astype("float64")
+        directions = _directions_like(part)[:, : part.shape[1]]
+        # With the rows on the right: an order of magnitude faster than on the left.
+        total = total + (1.0 + chunk / 7.0) * paddle.matmul(directions, part, transpose_y=True)
+    return total.T.astype("float64")
+
+
+def _directions_like(x: Tensor) -> Tensor:
+    key = (x.dtype, str(x.place))
+    if key not in _directions:
+        _directions[key] = paddle.to_tensor(np.random.RandomState(0).uniform(0.5, 1.5, [2, _MAX_WIDTH]), dtype=x.dtype)
+    return _directions[key]
 
 
 class Seen:
-    """What one call of a tapped layer looked like: the fingerprints of its inputs and outputs, row by row."""
+    """What one call of a tapped layer looked like: the fingerprints of its inputs, row by row."""
 
     def __init__(self, path: str, kind: str, trained: bool, axis: int, inputs: Any, output: Any, rows: int | None):
         self.path, self.kind, self.trained = path, kind, trained
         # The first axis that the gradient rule will take for the batch.
         self.rows = rows
-        kept = [x for x in [*tensors(inputs), *tensors(output)] if x.ndim > axis and x.shape[axis] == rows]
+        kept = [x for x in tensors(inputs) if x.ndim > axis and x.shape[axis] == rows]
         self.shapes = [x.shape[:axis] + x.shape[axis + 1 :] for x in kept]
         self.prints = [fingerprints(x, axis) for x in kept]
 
