@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import Tensor, nn
+from paddle.jit.dy2static.program_translator import StaticFunction
 
 from paddle_privacy.errors import UnsupportedLayer
 from paddle_privacy.gradients.hooks import LayerHooks, tensors
@@ -105,15 +106,15 @@ class EntryHooks(LayerHooks):
         if running.depth and running.abandoned(layer):
             running.clear()
             capture.restore_interrupted()
+        if paddle.is_grad_enabled() and isinstance(layer.__dict__.get("forward"), StaticFunction):
+            running.clear()
+            raise UnsupportedLayer(
+                f"'{self.path}' runs as a static graph (paddle.jit.to_static), in which layers cannot be seen; train "
+                "the dygraph model, and convert it for deployment"
+            )
         running.depth += 1
         if running.depth > 1 or running.probing is not None or capture.in_backward():
             return
-        if type(layer.__dict__.get("forward")).__name__ == "ASTStaticFunction":
-            running.clear()
-            raise UnsupportedLayer(
-                f"'{self.path}' runs as a static graph (paddle.jit.to_static with full_graph=True), in which layers "
-                "cannot be seen; train the dygraph model, and convert it for deployment"
-            )
         # The frame of Paddle's call of this layer; it is on the stack exactly as long as the forward runs.
         entry = Entry(layer, self.path, args, kwargs, sys._getframe(2))
         running.entry = entry

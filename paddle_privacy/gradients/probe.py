@@ -299,9 +299,10 @@ def _different_row(entry: Entry, leaves: list[int]) -> int | None:
 
     The last of these: where samples come sorted, exchanging the ends is what a model that sorts reacts to.
     """
-    score = sum((x != x[:1]).reshape([x.shape[0], -1]).any(axis=1).astype("int64") for x in _leaves(entry, leaves))
+    differs = [(x != x[:1]).reshape([x.shape[0], -1]).any(axis=1).astype("int64") for x in _leaves(entry, leaves)]
+    score = paddle.stack(differs).sum(axis=0).numpy()
     best = int(score.max())
-    return int(paddle.nonzero(score == best)[-1]) if best else None
+    return int(np.flatnonzero(score == best)[-1]) if best else None
 
 
 def _with_row_replaced(x: Tensor, other: int) -> Tensor:

@@ -584,17 +584,23 @@ def test_pre_hook_registered_later_is_refused_and_post_hooks_are_exact():
         model(x)
 
 
-def test_static_graph_is_refused():
-    model = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), full_graph=True)
+@pytest.mark.parametrize("full_graph", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_static_graph_is_refused(full_graph, inside):
+    static = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), full_graph=full_graph)
+    model = nn.Sequential(nn.Linear(3, 3), static) if inside else static
     optimizer(model)
+    path = "1" if inside else "Sequential"
     with pytest.raises(
         UnsupportedLayer,
         match=exactly(
-            "'Sequential' runs as a static graph (paddle.jit.to_static with full_graph=True), in which layers cannot "
-            "be seen; train the dygraph model, and convert it for deployment"
+            f"'{path}' runs as a static graph (paddle.jit.to_static), in which layers cannot be seen; train the "
+            "dygraph model, and convert it for deployment"
         ),
     ):
         model(paddle.randn([4, 3]))
+    with paddle.no_grad():
+        assert model(paddle.randn([4, 3])).shape == [4, 1]
 
 
 def test_gradient_penalty_is_refused():
