@@ -49,11 +49,16 @@ class BareTap(Tap):
         super().__init__(capture, owner, None)
         self.strategies: dict[tuple, list[Strategy]] = {}
         self.row_by_row = RowByRow()
+        self.batched_ranks: dict[tuple[int, ...], bool] = {}
 
     def captures(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> bool:
         rows = capture.rows()
         inputs = [x for x in tensors((args, kwargs)) if x.ndim]
-        return rows is None or any(x.shape[0] == rows for x in inputs)
+        ranks = tuple(x.ndim for x in inputs)
+        # Told by their lengths, once for each kind of call: later they may have the batch's length by chance.
+        if ranks not in self.batched_ranks and rows is not None and rows > 1:
+            self.batched_ranks[ranks] = any(x.shape[0] == rows for x in inputs)
+        return self.batched_ranks.get(ranks, True)
 
     def batched(self, capture: Capture, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs

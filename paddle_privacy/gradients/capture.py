@@ -261,7 +261,9 @@ class Capture:
         entry, rows = self.running.entry, self.rows()
         if not x.ndim or rows is None:
             return True
-        return (x.shape[0] == 1 and x.ndim > 1) or x.shape[0] in (entry.sizes if entry is not None else (rows,))
+        if (x.shape[0] == 1 and x.ndim > 1) or x.shape[0] == rows:
+            return True
+        return entry is not None and self.running.probing is None and x.shape[0] in entry.sizes
 
     def expand_to_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Inputs of one row that the layer would broadcast (position ids [1, T]) become one row a sample."""

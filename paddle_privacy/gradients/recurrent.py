@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paddle import Tensor, nn
 
 from paddle_privacy.gradients.rules.recurrent import run_fused
 from paddle_privacy.gradients.rules.registry import Lazy
-from paddle_privacy.gradients.tap import Call, Tap
+from paddle_privacy.gradients.tap import Call, Opened, Tap, positional
 
 if TYPE_CHECKING:
     from paddle_privacy.gradients.capture import Capture
@@ -23,6 +23,20 @@ class RecurrentTap(Tap):
     def __init__(self, capture: Capture, owner: Owner):
         super().__init__(capture, owner, None)
 
+    def before(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if capture.running.probing is not None:
+            # The probe compares bit by bit, so that it has to run the kernels that training runs.
+            self.take_over(capture, layer, {})
+        return super().before(capture, layer, args, kwargs)
+
+    def after(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict, output: Any) -> Any:
+        layer.__dict__.pop("_cudnn_impl", None)
+        return super().after(capture, layer, args, kwargs, output)
+
+    def see(self, capture: Capture, layer: nn.Layer, inputs: tuple, output: Any, opened: Opened) -> None:
+        # Not the states: their batch is on the second axis, and the first may have its length by chance.
+        super().see(capture, layer, positional(layer, *inputs)[:1], output[0], opened)
+
     def captures(self, capture: Capture, layer: nn.Layer, args: tuple, kwargs: dict) -> bool:
         return True
 
@@ -32,10 +46,13 @@ class RecurrentTap(Tap):
     def enter(
         self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]], args: tuple, kwargs: dict
     ) -> None:
+        self.take_over(capture, layer, {id(parameter) for _, parameter in trained})
+
+    def take_over(self, capture: Capture, layer: nn.Layer, wanted: Collection[int]) -> None:
+        """Puts a kernel that hands out factors in the place of Paddle's, until :meth:`after`."""
         if not layer.could_use_cudnn:
             return
         me = weakref.ref(self)
-        wanted = {id(parameter) for _, parameter in trained}
         batch_inputs = capture.batch_inputs()
 
         def fused(inputs: Tensor, initial_states: Any, sequence_length: Tensor | None) -> tuple:
@@ -55,7 +72,7 @@ class RecurrentTap(Tap):
         layer.__dict__["_cudnn_impl"] = fused
 
     def leave(self, capture: Capture, layer: nn.Layer, trained: list[tuple[str, Tensor]]) -> None:
-        layer.__dict__.pop("_cudnn_impl", None)
+        return None
 
     def watch(
         self,

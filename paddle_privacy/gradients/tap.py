@@ -98,6 +98,8 @@ class Tap(LayerHooks):
         self.parameters, self._rule = owner.parameters, rule
         self.kind = type(owner.layer).__name__
         self.described = f"layer '{self.path}' ({self.kind})"
+        # Ranks of inputs that were seen without a batch axis.
+        self.shared_ranks: set[int] = set()
         self.open = Open()
 
     @property
@@ -125,11 +127,35 @@ class Tap(LayerHooks):
         """Whether this call has a batch, so that the layer's parameters are captured here."""
         if not self.rule.lookup:
             return True
-        if all(map(capture.has_batch, tensors((args, kwargs)))) or capture.tied.expands(layer):
-            return True
-        if capture.running.entry is not None:
-            capture.running.entry.passed.add(id(layer))
-        return False
+        shared = any(self.is_shared(capture, ids) for ids in tensors((args, kwargs)))
+        if shared and not capture.tied.expands(layer):
+            if capture.running.entry is not None:
+                capture.running.entry.passed.add(id(layer))
+            return False
+        return True
+
+    def is_shared(self, capture: Capture, ids: Tensor) -> bool:
+        """Whether all samples look up the same `ids`, which then have no batch axis.
+
+        Told by their length, once for each rank: later they may have the batch's length by chance.
+        """
+        rows = capture.rows()
+        if rows is None or not ids.ndim:
+            return False
+        by_chance = ids.ndim == 1 and ids.shape[0] == rows
+        counting = by_chance and rows > 1 and bool((ids[1:] - ids[:-1] == 1).all())
+        if ids.ndim in self.shared_ranks:
+            if by_chance and not counting:
+                raise UnsupportedLayer(
+                    f"{self.described} was called with {rows} ids for {rows} samples, where earlier all samples shared "
+                    "the ids; use one layer for positions and another for what differs between samples, or give "
+                    "position ids as [B, T]"
+                )
+            return not (ids.ndim > 1 and ids.shape[0] == 1)
+        shared = counting or not capture.has_batch(ids)
+        if shared and capture.running.probing is None:
+            self.shared_ranks.add(ids.ndim)
+        return shared
 
     def batched(self, capture: Capture, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The inputs with what is broadcast expanded to the batch."""
@@ -137,7 +163,7 @@ class Tap(LayerHooks):
             return capture.expand_to_batch(args, kwargs)
 
         def expand(ids: Tensor) -> Tensor:
-            return ids if capture.has_batch(ids) else ids.unsqueeze(0).expand([capture.rows(), *ids.shape])
+            return ids.unsqueeze(0).expand([capture.rows(), *ids.shape]) if self.is_shared(capture, ids) else ids
 
         return capture.expand_to_batch(*map_tensors(expand, (args, kwargs)))
 

@@ -14,8 +14,10 @@ from paddle import nn
 from paddle_privacy import PrivacyError, PrivacyWarning, UnsupportedLayer
 from paddle_privacy.gradients.bare import BareTap
 from paddle_privacy.gradients.capture import Capture
+from paddle_privacy.gradients.factors import merge
 from paddle_privacy.gradients.locate import locate
 from tests.gradients.parity import assert_parity, built, captured, projected_loss, randomise, tensor
+from tests.oracle import one_by_one
 
 B = 4
 
@@ -353,6 +355,41 @@ def test_lookups_that_all_samples_share(name):
         warnings.simplefilter("always")
         assert_parity(model, projected_loss(), [ids], reduction="mean")
     assert any("outside the layers that own them" in str(w.message) for w in said) == slow
+
+
+def test_positions_that_have_the_length_of_the_batch_by_chance():
+    combine = POSITIONS["added"][0]
+    for lengths in ([6, B], [B, 6]):
+        model = randomise(built(lambda: Positions(combine), "float64"))
+        groups: list = []
+        capture = Capture(locate(model.parameters(), model), groups.append)
+        for steps in lengths:
+            ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, steps]))
+            projected_loss()(model, ids).sum().backward()
+        capture.finish()
+        for steps, group in zip(lengths, groups):
+            ids = paddle.to_tensor(np.random.default_rng(0).integers(0, 7, [B, steps]))
+            key = id(model.positions.weight)
+            capture.remove()
+            (wanted,) = one_by_one(model, projected_loss(), [ids], [model.positions.weight])
+            np.testing.assert_allclose(merge(group.factors[key]).per_sample().numpy(), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_one_table_for_positions_and_for_samples_is_refused_where_they_cannot_be_told_apart():
+    class Both(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.table, self.mix = nn.Embedding(9, D), nn.Linear(D, D)
+
+        def forward(self, x, kinds=None):
+            return self.mix(x + self.table(paddle.arange(x.shape[1]) if kinds is None else kinds))
+
+    model = randomise(built(Both, "float64"))
+    capture = Capture(locate(model.parameters(), model), lambda group: None)
+    model(floats(3, D)).sum().backward()
+    with pytest.raises(UnsupportedLayer, match="use one layer for positions and another for what differs"):
+        model(floats(B, D), paddle.to_tensor([3, 1, 4, 1]))
+    capture.remove()
 
 
 def test_a_table_that_all_samples_share():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from paddle import nn
 
@@ -97,7 +97,8 @@ PIECES = {
     "linear-no-bias": lambda: nn.Linear(WIDTH, WIDTH, bias_attr=False),
     "layer-norm": lambda: nn.LayerNorm(WIDTH),
     "group-norm": lambda: ChannelsFirst(nn.GroupNorm(2, WIDTH)),
-    "instance-norm": lambda: ChannelsFirst(nn.InstanceNorm1D(WIDTH)),
+    # With a large epsilon: over two equal positions a small one amplifies gradients by a factor of 10^10 in five uses.
+    "instance-norm": lambda: ChannelsFirst(nn.InstanceNorm1D(WIDTH, epsilon=0.1)),
     "conv": lambda: ChannelsFirst(nn.Conv1D(WIDTH, WIDTH, 3, padding=1)),
     "conv-circular": lambda: ChannelsFirst(nn.Conv1D(WIDTH, WIDTH, 3, padding=1, padding_mode="circular")),
     "conv-grouped": lambda: ChannelsFirst(nn.Conv1D(WIDTH, WIDTH, 3, padding=1, groups=2)),
@@ -151,12 +152,13 @@ class Chain(nn.Layer):
 def test_any_chain(names, order, residual, tied, frozen, batch, steps, reduction):
     paddle.seed(0)
     model = randomise(built(lambda: Chain(names, order, residual, tied), "float64"))
-    recurrent = {
-        id(p) for piece in model.sublayers() if isinstance(piece, (nn.LSTM, nn.GRU)) for p in piece.parameters()
-    }
+    # What plain Paddle cannot differentiate: a recurrent layer or an instance norm that is frozen in part, an instance
+    # norm whose input wants no gradient.
+    fragile = [piece for piece in model.sublayers() if isinstance(piece, (nn.LSTM, nn.GRU, nn.InstanceNorm1D))]
+    kept = {id(p) for piece in fragile for p in piece.parameters()} | ({id(model.embed.weight)} if fragile else set())
     for k, p in enumerate(model.parameters()):
-        # Paddle cannot differentiate a recurrent layer of which some parameters are frozen.
-        p.stop_gradient = k in frozen and id(p) not in recurrent
+        p.stop_gradient = k in frozen and id(p) not in kept
+    assume(any(not p.stop_gradient for p in model.parameters()))
     ids = paddle.to_tensor(np.random.default_rng(1).integers(0, 7, [batch, steps]))
 
     def loss_fn(model, ids):

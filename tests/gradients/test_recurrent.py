@@ -201,3 +201,9 @@ def test_partly_frozen():
     assert set(whole) - set(part) == {"recurrent.weight_ih_l0", "recurrent.bias_hh_l1"}
     for name, factor in part.items():
         np.testing.assert_array_equal(factor.per_sample().numpy(), whole[name].per_sample().numpy())
+
+
+def test_as_many_samples_as_directions():
+    """The states' first axis then has the length of the batch, and is not the batch."""
+    model = randomise(built(lambda: Sequence(nn.GRU(D, H, direction="bidirect")), "float64"))
+    assert_parity(model, projected_loss(), [floats(T, D)[:2]])
