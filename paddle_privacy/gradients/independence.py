@@ -270,12 +270,14 @@ def _refuse(moved: _Moved, k: int, what: str) -> None:
     )
 
 
-def first_mixing_layer(model: nn.Layer, inputs: Any, edited: Any, rows: int, state: tuple) -> str | None:
-    """The layer, as "'path' (Kind)", whose output moved in another row than row 0 although its input had not."""
+def first_mixing_layer(
+    model: nn.Layer, inputs: Any, edited: Any, rows: int, touched: list[int], state: tuple
+) -> str | None:
+    """The layer, as "'path' (Kind)", whose output moved in a row that is not `touched` although its input had not."""
     run = _Run(model, None, rows, state)
     with hooks_paused():
         a, b = run.trace(inputs), run.trace(edited)
-    moved = _first_moved(a, b, [0], rows)
+    moved = _first_moved(a, b, touched, rows)
     if moved is None or moved.record is None or moved.where != "outputs":
         return None
     return f"'{moved.record.path}' ({moved.record.kind})"

@@ -2,10 +2,10 @@
 
 Per-sample gradients exist only if row i of every activation depends on row i of the input alone. Before the first
 backward of a new structure (other layers ran, or the model changed between train and eval mode) the forward is replayed
-twice without gradients, on the recorded inputs and the recorded random state:
+three times without gradients, on the recorded inputs and the recorded random state:
 
-- with row 0 replaced by another row: no other row of any tapped layer's input, nor of the model's output, may move.
-  Catches batch statistics of any kind, samples compared with each other, axes that were mixed up;
+- with half of the rows replaced by others, then with the other half: no row that was kept may move, in any tapped
+  layer's input or the model's output. Catches batch statistics, samples compared with each other, axes mixed up;
 - with one row more: every tapped layer must see one row more. Catches an activation whose first axis is as long as the
   batch but is not the batch (time-major sequences, ``[T]`` position ids, positions that are broadcast later).
 
@@ -178,28 +178,30 @@ class StructureProbe:
         if not leaves:
             self._warn(entry, "none of its inputs is a tensor with the batch on its first axis")
             return False
-        other = _different_row(entry, leaves)
-        if other is None:
+        exchanges = _exchanges(entry, leaves, self._forwards[entry.structure])
+        if not exchanges:
             return False
         changed = _changed_buffers(recording.buffers)
         with model_buffers_kept(entry.layer):
+            for exchange in exchanges:
+                try:
+                    touched = self._replay(entry, recording, exchange.apply, leaves)
+                except PrivacyError:
+                    raise
+                except Exception as error:
+                    self._warn(entry, f"running it a second time raised {type(error).__name__}: {error}")
+                    return True
+                if _other_shapes(recording, touched):
+                    # Padding trimmed to the longest sample, most likely; another batch may show more.
+                    tries = self._tries[entry.structure] = self._tries.get(entry.structure, 0) + 1
+                    if tries == _TRIES:
+                        self._warn(entry, "replacing samples changes the shape of activations (trimmed padding?)")
+                    return tries >= _TRIES
+                outputs = recording.outputs if output is None else list(tensors(output))
+                self._compare(entry, recording, touched, leaves, exchange, outputs)
+                self._refuse_batch_buffers(entry, changed)
             try:
-                touched = self._replay(entry, recording, lambda x: _with_row_replaced(x, other), leaves)
-            except PrivacyError:
-                raise
-            except Exception as error:
-                self._warn(entry, f"running it a second time raised {type(error).__name__}: {error}")
-                return True
-            if _other_shapes(recording, touched):
-                # Padding trimmed to the longest sample, most likely; another batch may show more.
-                tries = self._tries[entry.structure] = self._tries.get(entry.structure, 0) + 1
-                if tries == _TRIES:
-                    self._warn(entry, "replacing a sample changes the shape of its activations (trimmed padding?)")
-                return tries >= _TRIES
-            self._compare(entry, recording, touched, leaves, other, recording.outputs if output is None else output)
-            self._refuse_batch_buffers(entry, changed)
-            try:
-                longer = self._replay(entry, recording, lambda x: paddle.concat([x, x[other : other + 1]]), leaves)
+                longer = self._replay(entry, recording, lambda x: paddle.concat([x, x[:1]]), leaves)
             except PrivacyError:
                 raise
             except Exception as error:
@@ -236,20 +238,26 @@ class StructureProbe:
         return replay
 
     def _compare(
-        self, entry: Entry, base: Recording, touched: Recording, leaves: list[int], other: int, output: Any
+        self,
+        entry: Entry,
+        base: Recording,
+        touched: Recording,
+        leaves: list[int],
+        exchange: Exchange,
+        outputs: list[Tensor],
     ) -> None:
         """Raises where a row that was not touched moved, unless the forward is not reproducible at all."""
-        where = _first_difference(base, touched, list(tensors(output)))
+        where = _first_difference(base, touched, outputs, exchange.kept)
         if where is None:
             return
         again = self._replay(entry, base, lambda x: x, leaves)
-        if _first_difference(base, again, list(tensors(output))) is not None:
+        if _first_difference(base, again, outputs, exchange.kept) is not None:
             self._warn(entry, "it computes something else when it is run again on the same inputs and random state")
             return
-        culprit = _culprit(entry, base.random_state, leaves, other)
+        culprit = _culprit(entry, base.random_state, leaves, exchange)
         place = f"layer {culprit} mixes" if culprit else f"{where} depends on other rows: '{entry.path}' mixes"
         raise UnsupportedLayer(
-            f"{place} the samples of a batch (replacing row 0 of the input moved other rows in '{entry.path}'), so one "
+            f"{place} the samples of a batch (replacing some rows of the input moved others in '{entry.path}'), so one "
             "sample's data would reach another sample's gradient; use a layer that works within one sample, batch "
             "first, such as GroupNorm or LayerNorm"
         )
@@ -294,19 +302,43 @@ def _leaves(entry: Any, only: list[int] | None = None) -> list[Tensor]:
     return found if only is None else [found[k] for k in only]
 
 
-def _different_row(entry: Entry, leaves: list[int]) -> int | None:
-    """The row that differs from row 0 in the most inputs (lengths and masks too).
+class Exchange:
+    """Some rows of the batch replaced by others of its rows; the rest is kept."""
 
-    The last of these: where samples come sorted, exchanging the ends is what a model that sorts reacts to.
+    def __init__(self, source: np.ndarray, touched: np.ndarray):
+        self.kept = paddle.to_tensor(np.flatnonzero(~touched))
+        self.touched = [int(i) for i in np.flatnonzero(touched)]
+        self._rows = paddle.to_tensor(np.where(touched, source, np.arange(len(source))))
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x.index_select(self._rows)
+
+
+def _exchanges(entry: Entry, leaves: list[int], seed: int) -> list[Exchange]:
+    """Two that touch complementary halves, drawn by `seed`, so that what one sample does to all others shows.
+
+    Rows are exchanged from the ends inwards where that changes most: where samples come sorted by length, that is what
+    a model that sorts reacts to. Empty where all rows are equal.
     """
-    differs = [(x != x[:1]).reshape([x.shape[0], -1]).any(axis=1).astype("int64") for x in _leaves(entry, leaves)]
-    score = paddle.stack(differs).sum(axis=0).numpy()
-    best = int(score.max())
-    return int(np.flatnonzero(score == best)[-1]) if best else None
+    inputs = _leaves(entry, leaves)
+    rows = np.arange(inputs[0].shape[0])
 
+    def changed(source: np.ndarray) -> np.ndarray:
+        to = paddle.to_tensor(source)
+        moved = [(x != x.index_select(to)).reshape([len(rows), -1]).any(axis=1).astype("int64") for x in inputs]
+        return paddle.stack(moved).sum(axis=0).numpy()
 
-def _with_row_replaced(x: Tensor, other: int) -> Tensor:
-    return paddle.concat([x[other : other + 1], x[1:]])
+    sources = [rows[::-1].copy(), np.roll(rows, 1), np.roll(rows, len(rows) // 2)]
+    moved = [changed(source) for source in sources]
+    best = max(range(3), key=lambda k: (int(moved[k].sum()), -k))
+    source, able = sources[best], np.flatnonzero(moved[best])
+    if not len(able) or len(rows) < 2:
+        return []
+    touched = np.random.RandomState(seed).rand(len(rows)) < 0.5
+    # Both halves hold a row that changes, if two do.
+    touched[able[0]], touched[able[-1]] = True, len(able) == 1
+    halves = [touched, ~touched] if len(able) > 1 else [touched]
+    return [Exchange(source, half) for half in halves]
 
 
 def _other_shapes(base: Recording, replay: Recording) -> bool:
@@ -316,19 +348,19 @@ def _other_shapes(base: Recording, replay: Recording) -> bool:
     return any(mine.shapes != theirs.shapes for mine, theirs in zip(base.calls, replay.calls))
 
 
-def _first_difference(base: Recording, replay: Recording, output: list[Tensor]) -> str | None:
-    """Where a row other than row 0 moved first."""
+def _first_difference(base: Recording, replay: Recording, outputs: list[Tensor], kept: Tensor) -> str | None:
+    """Where one of the rows `kept` moved first."""
     if [s.path for s in base.calls] != [s.path for s in replay.calls]:
         return "which layers run"
     for mine, theirs in zip(base.calls, replay.calls):
         for a, b in zip(mine.prints, theirs.prints):
-            if a.shape != b.shape or not _equal(a[1:], b[1:]):
+            if a.shape != b.shape or not _equal(a.index_select(kept), b.index_select(kept)):
                 return f"an activation at layer '{mine.path}' ({mine.kind})"
     rows = base.calls[0].rows if base.calls else None
-    for a, b in zip(output, replay.outputs):
+    for a, b in zip(outputs, replay.outputs):
         if not a.ndim or a.shape[0] != rows or a.shape != b.shape:
             continue
-        if not _equal(fingerprints(a)[1:], fingerprints(b)[1:]):
+        if not _equal(fingerprints(a).index_select(kept), fingerprints(b).index_select(kept)):
             return "the output"
     return None
 
@@ -393,12 +425,12 @@ def _python_state() -> Iterator[None]:
         set_random_state(state)
 
 
-def _culprit(entry: Entry, state: tuple, leaves: list[int], other: int) -> str | None:
+def _culprit(entry: Entry, state: tuple, leaves: list[int], exchange: Exchange) -> str | None:
     from paddle_privacy.gradients.independence import first_mixing_layer
 
     chosen, position = set(leaves), iter(range(len(_leaves(entry))))
     edited = map_tensors(
-        lambda x: _with_row_replaced(x.detach(), other) if next(position) in chosen else x, (entry.args, entry.kwargs)
+        lambda x: exchange.apply(x.detach()) if next(position) in chosen else x, (entry.args, entry.kwargs)
     )
     rows = _leaves(entry, leaves[:1])[0].shape[0]
-    return first_mixing_layer(entry.layer, (entry.args, entry.kwargs), edited, rows, state)
+    return first_mixing_layer(entry.layer, (entry.args, entry.kwargs), edited, rows, exchange.touched, state)
