@@ -4,10 +4,9 @@
     OMP_NUM_THREADS=2 python benchmarks/step.py encoder lstm    # some rows
     OMP_NUM_THREADS=2 python benchmarks/step.py --quick         # fewer repetitions, small rows
 
-Time: both steps run interleaved in one process on two copies of the model; medians, and the ratio's spread over
-repetitions. Memory: each kind in a process of its own; peak of what Paddle's allocator handed out, and peak resident
-memory above what importing takes. The *floor* counts floating-point operations: the private step does the plain
-step's work plus the ghost norms (2T²(d + p) a sample and layer where that beats forming the gradient).
+Time: both steps run interleaved in one process on two copies of the model; medians, the ratio's spread over
+repetitions, and the ratio of processor time, which other work on the machine disturbs less. Memory: each kind in a
+process of its own; peak of what Paddle's allocator handed out, and peak resident memory above what importing takes.
 """
 
 from __future__ import annotations
@@ -205,17 +204,19 @@ def stepper(row: Row, private: bool) -> Callable[[], None]:
 def time_row(name: str, repetitions: int) -> dict:
     row = ROWS[name]
     steps = {"plain": stepper(row, False), "private": stepper(row, True)}
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    wall: dict[str, list[float]] = {kind: [] for kind in steps}
+    cpu: dict[str, list[float]] = {kind: [] for kind in steps}
     for step in steps.values():
         step()
         step()
     for _ in range(repetitions):
         for kind, step in steps.items():
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             step()
-            seconds[kind].append(time.perf_counter() - start)
-    ratios = sorted(d / p for d, p in zip(seconds["private"], seconds["plain"]))
-    plain, private = (statistics.median(seconds[kind]) for kind in ("plain", "private"))
+            wall[kind].append(time.perf_counter() - start)
+            cpu[kind].append(time.process_time() - start_cpu)
+    ratios = sorted(d / p for d, p in zip(wall["private"], wall["plain"]))
+    plain, private = (statistics.median(wall[kind]) for kind in ("plain", "private"))
     quarter = len(ratios) // 4
     return {
         "plain_ms": 1e3 * plain,
@@ -223,6 +224,7 @@ def time_row(name: str, repetitions: int) -> dict:
         "time": private / plain,
         "time_q1": ratios[quarter],
         "time_q3": ratios[-1 - quarter],
+        "cpu": statistics.median(cpu["private"]) / statistics.median(cpu["plain"]),
     }
 
 
@@ -276,14 +278,17 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown rows {unknown}; choose from {', '.join(ROWS)}")
     names = options.rows or (["encoder", "bitfit", "resnet20"] if options.quick else list(ROWS))
-    print(f"{'row':20}{'plain ms':>10}{'private ms':>12}{'time':>7}{'(quartiles)':>15}{'memory':>9}{'resident':>10}")
+    print(f"{'row':20}{'plain ms':>10}{'private ms':>12}{'time':>7}{'(quartiles)':>15}", end="")
+    print(f"{'cpu':>7}{'memory':>9}{'resident':>10}")
     for name in names:
         found = time_row(name, 5 if options.quick else options.repetitions)
         if not options.no_memory:
             found.update(memory_row(name))
         spread = f"({found['time_q1']:.2f}-{found['time_q3']:.2f})"
         memory = f"{found['memory']:9.2f}{found['resident']:10.2f}" if "memory" in found else ""
-        print(f"{name:20}{found['plain_ms']:10.1f}{found['private_ms']:12.1f}{found['time']:7.2f}{spread:>15}{memory}")
+        print(
+            f"{name:20}{found['plain_ms']:10.1f}{found['private_ms']:12.1f}{found['time']:7.2f}{spread:>15}{found['cpu']:7.2f}{memory}"
+        )
 
 
 if __name__ == "__main__":
