@@ -20,9 +20,9 @@ import paddle
 from paddle import Tensor
 
 from paddle_privacy.accounting.events import Event, Gaussian, PoissonSampled
+from paddle_privacy.arguments import noise_generator
 from paddle_privacy.clipping import positive
 from paddle_privacy.noise import NoiseGenerator
-from paddle_privacy.optimizer import noise_generator
 from paddle_privacy.sampling.poisson import poisson_rows
 
 
