@@ -7,7 +7,6 @@ Sums of squares are accumulated in float64. Paddle's own CPU float32 reductions 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import paddle
 
@@ -134,12 +133,16 @@ def embedding_squared_norm(ids: paddle.Tensor, g: paddle.Tensor) -> paddle.Tenso
         span = ids.max() - lowest + 1
         sample = paddle.arange(batch, dtype="int64").reshape([batch, 1])
         pairs = (sample * span + (ids - lowest)).reshape([-1])
-        found: Any = paddle.unique(pairs, return_index=True, return_inverse=True)
-        _, first, segment = found
-        rows = g.detach().astype(wide).reshape([batch * steps, -1])
+        # Sorted by (sample, id), not paddle.unique: its inverse takes quadratic time on CPU.
+        order = paddle.argsort(pairs)
+        keys = pairs.index_select(order)
+        starts = paddle.concat([paddle.ones([1], "bool"), keys[1:] != keys[:-1]])
+        segment = paddle.cumsum(starts.astype("int64")) - 1
+        first = keys.index_select(paddle.nonzero(starts).reshape([-1]))
+        rows = g.detach().astype(wide).reshape([batch * steps, -1]).index_select(order)
         sums = paddle.index_add(paddle.zeros([first.shape[0], rows.shape[1]], dtype=wide), segment, 0, rows)
         norms = row_squared_norms(sums).astype("float64")
-        owner = first // steps
+        owner = first // span
         return paddle.index_add(paddle.zeros([batch], dtype="float64"), owner, 0, norms).astype(wide)
 
 
