@@ -2,8 +2,8 @@
 
 A tiny ERNIE learns to tell two kinds of token sequences apart; replace model and data by your own.
 
-    python examples/trainer.py --output /tmp/run
-    python examples/trainer.py --output /tmp/run --resume
+    python examples/trainer.py --output runs/trainer
+    python examples/trainer.py --output runs/trainer --resume
 """
 
 from __future__ import annotations
