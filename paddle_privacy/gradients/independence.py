@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from paddle import Tensor, nn
 
 from paddle_privacy.errors import PrivacyError
 from paddle_privacy.gradients.hooks import hooks_paused, map_tensors, tensors
+from paddle_privacy.gradients.per_sample import gradients_kept
 from paddle_privacy.gradients.probe import batch_axis, fingerprints, model_buffers_kept, random_state, set_random_state
 
 # Of a tensor's largest row. A coupling through a mean over n rows is of order 1/n.
@@ -47,7 +47,7 @@ def check_independence(model: nn.Layer, loss_fn: Callable[..., Tensor], *batch: 
         raise ValueError("batch must hold at least two rows on the first axis of its tensors")
     rows = leaves[0].shape[0]
     run = _Run(model, loss_fn, rows)
-    with hooks_paused(), _untouched(model):
+    with hooks_paused(), gradients_kept(model.parameters()):
         reference = run.trace(batch)
         again = run.trace(batch)
         if _first_moved(reference, again, [], rows) is not None:
@@ -281,18 +281,3 @@ def first_mixing_layer(
     if moved is None or moved.record is None or moved.where != "outputs":
         return None
     return f"'{moved.record.path}' ({moved.record.kind})"
-
-
-@contextmanager
-def _untouched(model: nn.Layer) -> Iterator[None]:
-    """Gradients that the model's parameters hold are put back afterwards."""
-    held = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    for parameter, _ in held:
-        parameter.clear_gradient(False)
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.clear_gradient(False)
-            if gradient is not None:
-                parameter.grad = gradient
