@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import paddle
 from paddle import Tensor
 
 from paddle_privacy import kernels
+
+# Columns of an unfolded map that are made at a time: 4 MiB of float32.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def accumulation_dtype(x: Tensor) -> paddle.dtype:
@@ -91,7 +95,7 @@ class Dense(Factor):
 class Outer(Factor):
     """Sums of outer products over positions: Gᵢ = Σₜ aᵢₜ gᵢₜᵀ, from a [B, T, d] and g [B, T, p].
 
-    Linear layers, unfolded convolutions, matrix products. With `groups` of size k along the second axis
+    Linear layers, recurrent layers, matrix products. With `groups` of size k along the second axis
     (a [B, k, T, d], g [B, k, T, p]) the gradient is block-wise, [k, d, p]. The parameter's own layout is
     `layout(G)`, a pure reshape or transpose of [d, p] or [k, d, p], so norms do not depend on it.
     """
@@ -140,6 +144,101 @@ class Outer(Factor):
     def select(self, rows: Tensor) -> Outer:
         picked = (x.index_select(rows) for x in (self.a, self.g))
         return Outer(*picked, transposed=self.transposed, shape=self.shape)
+
+
+class Use(NamedTuple):
+    """What one use of an :class:`Unfolded` parameter left behind: two tensors, batch first, and what becomes of them.
+
+    `products` maps the tensors of n samples to rows [n, groups · k, T] and columns [n, groups · c, T], T = `positions`.
+    """
+
+    left: Tensor
+    right: Tensor
+    positions: int
+    products: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Unfolded(Factor):
+    """Gᵢ = Σₜ rowsₜ colsₜᵀ within each group, with columns that are larger than what they are made from. Convolutions.
+
+    The columns (patches of a map) exist for a few samples at a time, small enough to stay in the processor's cache.
+
+    Args:
+        uses: one for each use of the parameter.
+        groups: into how many groups rows and columns are split.
+        shape: that of the parameter; the first axis holds the rows of all groups, the others one group's columns.
+    """
+
+    def __init__(self, uses: Sequence[Use], groups: int, shape: Sequence[int]):
+        self.uses, self.groups, self.shape = list(uses), groups, tuple(shape)
+        self.batch = uses[0].left.shape[0]
+        self.rows, self.cols = shape[0] // groups, math.prod(shape[1:])
+
+    def squared_norms(self) -> Tensor:
+        return self._over_chunks(self._norms_of, [])
+
+    def per_sample(self) -> Tensor:
+        return self._over_chunks(self._formed, list(self.shape))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.uses[0].left)
+        total = paddle.zeros(self.shape, dtype=dtype)
+        weights = weights.astype(dtype)
+        for some, (rows, cols) in self._chunks():
+            rows = rows * weights[some].reshape([-1, 1, 1, 1])
+            if self.rows <= rows.shape[-1]:
+                part = self._product(rows, cols).sum(axis=0)
+            else:
+                # A sample's gradient is larger than its columns: the samples are summed within one product.
+                part = self._product(*(x.transpose([1, 2, 0, 3]).flatten(2) for x in (rows, cols)))
+            total.add_(part.reshape(self.shape))
+        return total
+
+    def select(self, rows: Tensor) -> Unfolded:
+        picked = [
+            use._replace(left=use.left.index_select(rows), right=use.right.index_select(rows)) for use in self.uses
+        ]
+        return Unfolded(picked, self.groups, self.shape)
+
+    def formed_or_lazy(self) -> Factor:
+        """The gradients themselves where they take no more than what would have to be kept for them instead."""
+        kept = sum(math.prod(x.shape[1:]) for use in self.uses for x in (use.left, use.right))
+        return Dense(self.per_sample()) if math.prod(self.shape) <= kept else self
+
+    def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        """Samples, with their rows [n, groups, k, T] and columns [n, groups, c, T] over the positions of all uses."""
+        positions = sum(use.positions for use in self.uses)
+        size = max(1, _CHUNK_ELEMENTS // max(1, self.groups * self.cols * positions))
+        for start in range(0, self.batch if positions else 0, size):
+            some = slice(start, min(start + size, self.batch))
+            made = [use.products(use.left[some], use.right[some]) for use in self.uses]
+            rows, cols = (parts[0] if len(parts) == 1 else paddle.concat(parts, axis=2) for parts in zip(*made))
+            split = [some.stop - start, self.groups, -1, positions]
+            yield some, (rows.reshape(split), cols.reshape(split))
+
+    def _over_chunks(self, of: Callable[[Tensor, Tensor], Tensor], shape: list[int]) -> Tensor:
+        parts = [of(rows, cols) for _, (rows, cols) in self._chunks()]
+        if not parts:
+            return paddle.zeros([self.batch, *shape], dtype=accumulation_dtype(self.uses[0].left))
+        return parts[0] if len(parts) == 1 else paddle.concat(parts)
+
+    def _product(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """rows · colsᵀ; the tall factor first, which the CPU's product of narrow matrices is much faster at."""
+        if self.cols <= self.rows:
+            return paddle.matmul(rows, cols, transpose_y=True)
+        product = paddle.matmul(cols, rows, transpose_y=True)
+        return product.transpose([*range(product.ndim - 2), product.ndim - 1, product.ndim - 2])
+
+    def _formed(self, rows: Tensor, cols: Tensor) -> Tensor:
+        return self._product(rows, cols).reshape([rows.shape[0], *self.shape])
+
+    def _norms_of(self, rows: Tensor, cols: Tensor) -> Tensor:
+        n, groups, _, positions = rows.shape
+        if positions * (self.rows + self.cols) > self.rows * self.cols:
+            return kernels.row_squared_norms(self._formed(rows, cols))
+        # Few positions and a large kernel: Gram matrices are smaller than gradients.
+        by_position = (x.flatten(0, 1).transpose([0, 2, 1]) for x in (cols, rows))
+        return kernels.ghost_squared_norm(*by_position).reshape([n, groups]).sum(axis=1)
 
 
 class Rows(Factor):
@@ -219,6 +318,7 @@ def merge(factors: Sequence[Factor]) -> Factor:
         return factors[0]
     dense = [f for f in factors if isinstance(f, Dense)]
     rows = [f for f in factors if isinstance(f, Rows)]
+    unfolded = [f for f in factors if isinstance(f, Unfolded)]
     outers: dict[tuple, list[Outer]] = {}
     for f in factors:
         if isinstance(f, Outer):
@@ -236,6 +336,9 @@ def merge(factors: Sequence[Factor]) -> Factor:
                 rows[0].num_rows,
             )
         )
+    for groups in {f.groups for f in unfolded}:
+        uses = [use for f in unfolded if f.groups == groups for use in f.uses]
+        parts.append(Unfolded(uses, groups, unfolded[0].shape))
     for same in outers.values():
         if len(same) == 1:
             parts.append(same[0])
@@ -244,13 +347,3 @@ def merge(factors: Sequence[Factor]) -> Factor:
         g = paddle.concat([widen(f.g) for f in same], axis=2)
         parts.append(Outer(a, g, transposed=same[0].transposed, shape=same[0].shape))
     return parts[0] if len(parts) == 1 else Sum(parts)
-
-
-def formed_or_lazy(outer: Outer) -> Factor:
-    """Forms the gradients at once where [B, *shape] is smaller than what would have to be kept instead.
-
-    True for convolutions on large maps, where the unfolded input dwarfs the kernel; a Linear keeps its activations.
-    """
-    formed = math.prod(outer.shape)
-    kept = outer.groups * outer.positions * (outer.rows + outer.cols)
-    return Dense(outer.per_sample()) if formed <= kept else outer

@@ -9,7 +9,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_privacy.gradients.factors import Dense, Factor, Outer, formed_or_lazy, widen
+from paddle_privacy.gradients.factors import Dense, Factor, Unfolded, Use, widen
 from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
 
 Pads = list[tuple[int, int]]
@@ -43,18 +43,21 @@ def channels_first(layer: nn.Layer, x: Tensor) -> Tensor:
     return x if layer._channel_dim == 1 else x.transpose([0, x.ndim - 1, *range(1, x.ndim - 1)])
 
 
-def pad_with_zeros(x: Tensor, pads: Pads) -> Tensor:
-    if not any(before or after for before, after in pads):
-        return x
-    # Spelt over every axis: the short forms of F.pad differ between ranks.
-    return F.pad(x, [0, 0, 0, 0, *itertools.chain(*pads)], pad_from_left_axis=True)
+def patches(x: Tensor, pads: Pads, kernel: list[int], stride: list[int], dilation: list[int], out: list[int]) -> Tensor:
+    """[B, C, *sizes] -> [B, C·∏kernel, ∏out]; the cell of each patch in row-major order, as in the weight.
 
-
-def patches(x: Tensor, kernel: list[int], stride: list[int], dilation: list[int], out: list[int]) -> Tensor:
-    """[B, C, *sizes] -> [B, C·∏kernel, ∏out]; the cell of each patch in row-major order, as in the weight."""
+    `pads` of zeros are added around the map.
+    """
     batch, channels = x.shape[:2]
+    padded = any(before or after for before, after in pads)
+    if not padded and math.prod(kernel) == math.prod(stride) == 1:
+        return flat_map(x)
     if len(kernel) == 2:
-        return F.unfold(x, kernel, stride, 0, dilation)
+        (top, bottom), (left, right) = pads
+        return F.unfold(x, kernel, stride, [top, left, bottom, right], dilation)
+    if padded:
+        # Spelt over every axis: the short forms of F.pad differ between ranks.
+        x = F.pad(x, [0, 0, 0, 0, *itertools.chain(*pads)], pad_from_left_axis=True)
     cells = []
     for offsets in itertools.product(*(range(k) for k in kernel)):
         starts = [o * d for o, d in zip(offsets, dilation)]
@@ -63,46 +66,56 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], dilation: list[int]
     return paddle.stack(cells, axis=2).reshape([batch, channels * math.prod(kernel), math.prod(out)])
 
 
-def blockwise(rows: Tensor, cols: Tensor, groups: int, shape: list[int]) -> Factor:
-    """Σ over positions of rows · colsᵀ within each group, from [B, channels, T] and [B, channels·cells, T]."""
-
-    def by_group(x: Tensor) -> Tensor:
-        batch, channels, positions = x.shape
-        return x.reshape([batch, groups, channels // groups, positions]).transpose([0, 1, 3, 2])
-
-    return formed_or_lazy(Outer(by_group(rows), by_group(cols), shape=shape))
+def flat_map(x: Tensor) -> Tensor:
+    """[B, C, *sizes] -> [B, C, ∏sizes]."""
+    return x.reshape([x.shape[0], x.shape[1], -1])
 
 
 @register_grad_rule(nn.Conv1D, nn.Conv2D, nn.Conv3D, input_free=["bias"])
 def convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """∂W = Σ over output positions of g · patchᵀ within each group (Rochette et al. 2019; Bu et al. 2022)."""
-    g = channels_first(layer, widen(output_grad))
-    batch, out_channels, *out = g.shape
-    g = g.reshape([batch, out_channels, -1])
 
-    def weight() -> Factor:
-        x = widen(inputs[0])
+    def products(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        g, x = channels_first(layer, widen(g)), widen(x)
         if layer._padding_mode != "zeros":
             pads = layer._reversed_padding_repeated_twice
             x = F.pad(x, pads, mode=layer._padding_mode, data_format=layer._data_format)
         x = channels_first(layer, x)
         pads, dilation = explicit_padding(layer, list(x.shape[2:]))
-        unfolded = patches(pad_with_zeros(x, pads), layer._kernel_size, layer._stride, dilation, out)
-        return blockwise(g, unfolded, layer._groups, layer.weight.shape)
+        return flat_map(g), patches(x, pads, layer._kernel_size, layer._stride, dilation, list(g.shape[2:]))
 
-    return {"weight": weight, "bias": lambda: Dense(g.sum(axis=2))}
+    return {
+        "weight": lambda: unfolded(layer, Use(output_grad, inputs[0], positions(layer, output_grad), products)),
+        "bias": lambda: Dense(sum_over_map(layer, output_grad)),
+    }
 
 
 @register_grad_rule(nn.Conv1DTranspose, nn.Conv2DTranspose, nn.Conv3DTranspose, input_free=["bias"])
 def transposed_convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """The adjoint of a convolution from output to input: ∂W = Σ over *input* positions of x · patch(g)ᵀ."""
-    g = channels_first(layer, widen(output_grad))
 
-    def weight() -> Factor:
-        x = channels_first(layer, widen(inputs[0]))
-        batch, in_channels, *sizes = x.shape
-        pads, dilation = explicit_padding(layer, list(sizes))
-        unfolded = patches(pad_with_zeros(g, pads), layer._kernel_size, layer._stride, dilation, sizes)
-        return blockwise(x.reshape([batch, in_channels, -1]), unfolded, layer._groups, layer.weight.shape)
+    def products(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        g, x = (channels_first(layer, widen(y)) for y in (g, x))
+        sizes = list(x.shape[2:])
+        pads, dilation = explicit_padding(layer, sizes)
+        return flat_map(x), patches(g, pads, layer._kernel_size, layer._stride, dilation, sizes)
 
-    return {"weight": weight, "bias": lambda: Dense(g.reshape([*g.shape[:2], -1]).sum(axis=2))}
+    return {
+        "weight": lambda: unfolded(layer, Use(output_grad, inputs[0], positions(layer, inputs[0]), products)),
+        "bias": lambda: Dense(sum_over_map(layer, output_grad)),
+    }
+
+
+def positions(layer: nn.Layer, x: Tensor) -> int:
+    """How many cells the map `x` has."""
+    return math.prod(x.shape[2:] if layer._channel_dim == 1 else x.shape[1:-1])
+
+
+def unfolded(layer: nn.Layer, use: Use) -> Factor:
+    return Unfolded([use], layer._groups, layer.weight.shape).formed_or_lazy()
+
+
+def sum_over_map(layer: nn.Layer, g: Tensor) -> Tensor:
+    """∂b [B, C] from ∂y of any number of spatial axes."""
+    over = range(2, g.ndim) if layer._channel_dim == 1 else range(1, g.ndim - 1)
+    return widen(g).sum(axis=list(over))
