@@ -7,7 +7,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-OPTIMIZERS = ("adamw", "adam", "momentum", "sgd")
+STRATEGIES = ("full", "lora", "bitfit", "head", "prompt")
+OPTIMIZERS = ("adamw", "adam", "adambc", "momentum", "sgd")
+CLIPPINGS = ("flat", "per_layer", "automatic", "psac", "adaptive")
+ACCOUNTANTS = ("pld", "rdp", "zcdp")
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-length", type=_length, help="tokens kept of a review *")
     add("--clip-norm", type=_clip_norm, help="bound on a row's gradient norm, or auto: the 90th percentile *")
     add("--clip-norm-data", help="public data (as --data) from which --clip-norm auto reads the norms")
+    add("--strategy", choices=STRATEGIES, default="full", help="what is trained (default full)")
+    add("--prompt", default="很[MASK]。", help="what --strategy prompt puts before a text (default 很[MASK]。)")
+    add("--label-words", type=_words, metavar="W,W", help="one word a label, sorted as the labels (default 差,好)")
     add("--freeze-layers", type=_layers, metavar="K", help="freeze the embeddings and the first K encoder layers")
     add("--physical-batch-size", type=_count, help="rows per forward pass; bounds memory, changes nothing else *")
+    add("--clipping", choices=CLIPPINGS, default="flat", help="how gradients are clipped (default flat)")
+    add("--accountant", choices=ACCOUNTANTS, default="pld", help="pld (default) is the tightest")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="the update rule (default adamw)")
+    add("--ema", type=_fraction, metavar="DECAY", help="test and save a moving average of the weights, e.g. 0.95")
     add("--weight-decay", type=_non_negative, default=0.0, help="decoupled with adamw, L2 otherwise (default 0)")
     add("--dropout", type=_fraction, help="dropout probability *")
     add("--seed", type=_layers, default=0, help="of initial weights; noise and sampling use the system's randomness")
@@ -63,6 +72,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for flag in ("clip_norm", "physical_batch_size"):
         if args.non_private and getattr(args, flag) is not None:
             parser.error(f"--{flag.replace('_', '-')} has no meaning with --non-private")
+    if args.non_private and args.optimizer == "adambc":
+        parser.error("--optimizer adambc corrects for privacy noise, which --non-private does not add")
+    if args.label_words is not None and args.strategy != "prompt":
+        parser.error("--label-words is used by --strategy prompt only")
+    if args.strategy == "head" and args.freeze_layers is not None:
+        parser.error("--strategy head freezes all layers; leave --freeze-layers out")
     preset = PRESETS["tiny" if args.model == "tiny" else "pretrained", not args.non_private]
     for name, value in vars(preset).items():
         if getattr(args, name) is None:
@@ -119,6 +134,10 @@ def _length(text: str) -> int:
     if value < 3:
         raise argparse.ArgumentTypeError(f"must be at least 3: [CLS], one token and [SEP], got {text}")
     return value
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _clip_norm(text: str) -> float | str:

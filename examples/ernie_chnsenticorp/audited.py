@@ -80,7 +80,7 @@ def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np
     encoded = [(tokens, label) for tokens, (_, label) in zip(ids, rows)]
     join = pad_tokens(tokenizer.pad_token_id)
     joined = [join(encoded[start : start + 128]) for start in range(0, len(encoded), 128)]
-    batches = [(paddle.to_tensor(inputs), labels) for inputs, labels in joined]
+    batches = [(*map(paddle.to_tensor, inputs), labels) for inputs, labels in joined]
     return losses_and_probabilities(model, batches)
 
 

@@ -10,11 +10,11 @@ from paddle.io import Dataset
 
 Row = tuple[Any, int]
 Join = Callable[[Sequence[Row]], Any]
-"""Makes a batch (a pair): inputs with the rows along the first axis, and labels int64 ``[B]``."""
+"""Makes a batch, a pair: the network's arguments, the rows along their first axes, and labels int64 ``[B]``."""
 
 
 class EncodedRows(Dataset):
-    """Rows of (input, label); an input is token ids int64 ``[T]``, or features float32 ``[d]``."""
+    """Rows of (input, label); an input is token ids int64 ``[T]``, or states of an encoder float32 ``[T, d]``."""
 
     def __init__(self, inputs: Sequence[np.ndarray[Any, Any]], labels: Sequence[int]) -> None:
         super().__init__()
@@ -29,20 +29,30 @@ class EncodedRows(Dataset):
 
 
 def pad_tokens(pad_id: int) -> Join:
-    """Pads to the longest row of the batch: ids ``[B, T]``."""
+    """Pads to the longest row of the batch: ids ``[B, T]`` alone."""
 
     def join(rows: Sequence[Row]) -> tuple[Any, Any]:
         batch = np.full((len(rows), max(len(ids) for ids, _ in rows)), pad_id, dtype=np.int64)
         for padded, (ids, _) in zip(batch, rows):
             padded[: len(ids)] = ids
-        return batch, _labels(rows)
+        return (batch,), _labels(rows)
 
     return join
 
 
-def stack_features(rows: Sequence[Row]) -> tuple[Any, Any]:
-    """Features ``[B, d]``."""
-    return np.stack([features for features, _ in rows]), _labels(rows)
+def pad_states(rows: Sequence[Row]) -> tuple[Any, Any]:
+    """Pads to the longest row of the batch: states ``[B, T, d]`` and their numbers of tokens int64 ``[B]``."""
+    lengths = np.array([len(states) for states, _ in rows], dtype=np.int64)
+    batch = np.zeros((len(rows), lengths.max(), rows[0][0].shape[1]), dtype=np.float32)
+    for padded, (states, _) in zip(batch, rows):
+        padded[: len(states)] = states
+    return (batch, lengths), _labels(rows)
+
+
+def shortest_first(rows: EncodedRows) -> EncodedRows:
+    """The same rows in order of length: pieces of a batch, which keep the rows' order, then hold little padding."""
+    order = sorted(range(len(rows)), key=lambda row: len(rows.inputs[row]))
+    return EncodedRows([rows.inputs[row] for row in order], [rows.labels[row] for row in order])
 
 
 def by_length(rows: EncodedRows, size: int) -> list[list[int]]:

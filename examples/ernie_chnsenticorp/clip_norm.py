@@ -23,7 +23,7 @@ def gradient_norms(network: Any, rows: EncodedRows, join: Join) -> list[float]:
     norms = []
     for row in range(len(rows)):
         inputs, labels = join([rows[row]])
-        F.cross_entropy(network(paddle.to_tensor(inputs)), paddle.to_tensor(labels)).backward()
+        F.cross_entropy(network(*map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)).backward()
         squares = [float((p.grad.astype("float64") ** 2).sum()) for p in trainable if p.grad is not None]
         norms.append(math.sqrt(sum(squares)))
         for parameter in trainable:

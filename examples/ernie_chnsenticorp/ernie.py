@@ -41,13 +41,13 @@ def tiny_vocabulary() -> list[str]:
     return special + ascii_tokens + suffixes + punctuation + characters
 
 
-def build_tiny(num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any]:
-    """An untrained `ErnieForSequenceClassification` of one layer, and its character tokenizer.
+def build_tiny(num_classes: int, dropout: float, folder: Path, masked_lm: bool = False) -> tuple[Any, Any]:
+    """An untrained `ErnieForSequenceClassification` (or `ErnieForMaskedLM`) of one layer, and its character tokenizer.
 
     The vocabulary is written to ``folder``, where the tokenizer keeps reading it.
     """
     with quiet_import():
-        from paddlenlp.transformers import ErnieConfig, ErnieForSequenceClassification, ErnieTokenizer
+        from paddlenlp.transformers import ErnieConfig, ErnieForMaskedLM, ErnieForSequenceClassification, ErnieTokenizer
     _quiet_log()
     vocabulary = tiny_vocabulary()
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def build_tiny(num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any
         pad_token_id=0,
         num_labels=num_classes,
     )
-    model = ErnieForSequenceClassification(config)
+    model = (ErnieForMaskedLM if masked_lm else ErnieForSequenceClassification)(config)
     _initialise_tiny_embeddings(model.ernie.embeddings, tokenizer)
     return model, tokenizer
 
@@ -104,34 +104,52 @@ def _quiet_log() -> None:
     logger.set_level("WARNING")
 
 
-def load(name: str, num_classes: int, dropout: float, folder: Path) -> tuple[Any, Any]:
+def load(name: str, num_classes: int, dropout: float, folder: Path, masked_lm: bool = False) -> tuple[Any, Any]:
     """Model and tokenizer called ``name``: ``tiny``, a local directory, or a name PaddleNLP can download.
 
-    ``folder`` is where the model will be saved.
+    ``folder`` is where the model will be saved. ``masked_lm`` asks for the head that predicts words, with which the
+    weights were pretrained, in place of a new classifier.
 
     Raises:
         ModelError: a file is missing or the hub cannot be reached.
     """
     if name == "tiny":
-        return build_tiny(num_classes, dropout, folder)
+        return build_tiny(num_classes, dropout, folder, masked_lm)
     if Path(name).is_dir():
         _require_files(Path(name))
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"--model {name}: no such directory")
     with quiet_import():
-        from paddlenlp.transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from paddlenlp.transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
     _quiet_log()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            name, num_classes=num_classes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-        )
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        if masked_lm:
+            model = AutoModelForMaskedLM.from_pretrained(name, **dropouts)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(name, num_classes=num_classes, **dropouts)
     except Exception as error:
         raise ModelError(
             f"--model {name}: PaddleNLP could not load it ({error}). Without a network, copy config.json, vocab.txt "
             "and model_state.pdparams (or model.safetensors) of the model into a directory and pass that: --model DIR"
         ) from error
+    if masked_lm:
+        _require_word_head(name, model, AutoModelForMaskedLM.from_pretrained(name))
     return model, tokenizer
+
+
+def _require_word_head(name: str, model: Any, again: Any) -> None:
+    """PaddleNLP starts what a checkpoint lacks at random, so of two loads only what the checkpoint holds is equal."""
+    heads = [getattr(getattr(m, "cls", None), "predictions", None) for m in (model, again)]
+    if any(not hasattr(head, part) for head in heads for part in ("transform", "layer_norm", "activation")):
+        raise ModelError(f"--model {name}: {type(model).__name__} has no head that prompt knows; use another strategy")
+    first, second = (head.transform.weight.numpy() for head in heads)
+    if not np.array_equal(first, second):
+        raise ModelError(
+            f"--model {name}: the weights hold no masked-language-model head (cls.predictions.*), which --strategy "
+            "prompt needs; use another strategy, or a checkpoint from pretraining"
+        )
 
 
 def _require_files(folder: Path) -> None:
@@ -157,12 +175,15 @@ def freeze_layers(model: Any, layers: int | None) -> None:
             parameter.stop_gradient = True
 
 
-def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[np.ndarray[Any, Any]]:
-    """Token ids of each text, int64 ``[T]`` with ``T <= max_length``, [CLS] first and [SEP] last."""
+def encode(
+    tokenizer: Any, texts: Sequence[str], max_length: int, before: Sequence[int] = ()
+) -> list[np.ndarray[Any, Any]]:
+    """Token ids of each text, int64 ``[T]`` with ``T <= max_length``: [CLS], ``before``, the text, [SEP]."""
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     encoded = []
     for text in texts:
         # A token is a character or more, and a longer prefix cannot change the first tokens.
         pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text[: 8 * max_length]))
-        encoded.append(np.array([first, *pieces[: max_length - 2], last], dtype=np.int64))
+        kept = pieces[: max_length - 2 - len(before)]
+        encoded.append(np.array([first, *before, *kept, last], dtype=np.int64))
     return encoded

@@ -31,7 +31,7 @@ def evaluate(network: Any, rows: EncodedRows, join: Join) -> Score:
     with paddle.no_grad():
         for chosen in by_length(rows, BATCH):
             inputs, labels = join([rows[row] for row in chosen])
-            scores = network(paddle.to_tensor(inputs))
+            scores = network(*map(paddle.to_tensor, inputs))
             loss_sum += float(F.cross_entropy(scores, paddle.to_tensor(labels), reduction="sum"))
             correct[chosen] = scores.argmax(-1).numpy() == labels
     network.train()

@@ -11,8 +11,9 @@ import clip_norm
 import ernie
 import numpy as np
 import reviews
-from batches import EncodedRows, Join, pad_tokens, stack_features
-from head_only import Head, first_token_states
+import strategies
+from batches import EncodedRows, Join, pad_states, pad_tokens, shortest_first
+from network import FIRST, frozen_states
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Task:
     """The whole model, which is saved."""
     tokenizer: Any
     network: Any
-    """What maps a batch of inputs to scores ``[B, classes]``: the model, or its head on features computed once."""
+    """Maps a batch of inputs to scores ``[B, classes]``: the model, or what of it comes after its frozen layers."""
     join: Join
     train: EncodedRows
     dev: EncodedRows
@@ -29,6 +30,8 @@ class Task:
     unseen: list[bool]
     """Which test rows stand nowhere in the training file, duplicates and dropped rows included."""
     clip_norm: float | None
+
+    prompt: strategies.Prompt | None
 
     @property
     def trained_parameters(self) -> list[Any]:
@@ -46,18 +49,24 @@ def prepare(args: argparse.Namespace, model_folder: Path) -> Task:
     data = reviews.load(args.data)
     train_rows = _training_rows(data.train, args.keep_duplicates)
     paddle.seed(args.seed)
-    model, tokenizer = ernie.load(args.model, len(data.labels), args.dropout, model_folder)
-    ernie.freeze_layers(model, args.freeze_layers)
-    head_only = args.freeze_layers == len(model.base_model.encoder.layers)
-    network: Any = Head(model) if head_only else model
-    join = stack_features if head_only else pad_tokens(tokenizer.pad_token_id)
+    prompted = args.strategy == "prompt"
+    model, tokenizer = ernie.load(args.model, len(data.labels), args.dropout, model_folder, masked_lm=prompted)
+    prompt = strategies.read_prompt(tokenizer, args.prompt, args.label_words, data.labels) if prompted else None
+    frozen = len(model.base_model.encoder.layers) if args.strategy == "head" else args.freeze_layers
+    strategies.choose_parameters(model, args.strategy, frozen)
+    network = strategies.build_network(model, prompt, frozen)
+    join = pad_states if frozen else pad_tokens(tokenizer.pad_token_id)
 
     def encode(rows: list[reviews.Row]) -> EncodedRows:
-        tokens = ernie.encode(tokenizer, [text for text, _ in rows], args.max_length)
+        before = prompt.before if prompt else ()
+        tokens = ernie.encode(tokenizer, [text for text, _ in rows], args.max_length, before)
         encoded = EncodedRows(tokens, [label for _, label in rows])
-        return first_token_states(model, encoded, tokenizer.pad_token_id) if head_only else encoded
+        if not frozen:
+            return encoded
+        position = prompt.position if prompt else FIRST
+        return frozen_states(model, encoded, tokenizer.pad_token_id, frozen, position)
 
-    train = encode(train_rows)
+    train = shortest_first(encode(train_rows))
     bound = args.clip_norm
     if bound == "auto":
         if args.clip_norm_data is None:
@@ -75,6 +84,7 @@ def prepare(args: argparse.Namespace, model_folder: Path) -> Task:
         test=encode(data.test),
         unseen=reviews.unseen_mask(data.test, data.train),
         clip_norm=bound,
+        prompt=prompt,
     )
 
 

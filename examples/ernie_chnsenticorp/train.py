@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from arguments import parse_arguments
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     from evaluation import evaluate
     from run_folder import Progress, RunFolder
+    from strategies import plain_model
     from summary import configuration, describe_plan, print_summary, summarise
     from task import prepare
 
@@ -69,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     with ledger, Progress(steps) as progress:
         ended = train(args, task, optimizer, schedule, loader, folder, progress)
 
-    folder.save_model(task.model, task.tokenizer)
+    folder.save_model(plain_model(task.model), task.tokenizer)
+    if task.prompt is not None:
+        folder.write_json("model/prompt.json", asdict(task.prompt))
     score = evaluate(task.network, task.test, task.join)
     summary = summarise(args, task, score, optimizer, ended, schedule.last_epoch, time.monotonic() - started)
     folder.write_json("summary.json", summary)
@@ -87,12 +91,14 @@ def train(
     progress: Progress,
 ) -> str:
     """Runs the epochs; returns how it ended: ``"completed"``, ``"interrupted"`` or ``"budget spent"``."""
+    from averaging import MovingAverage
     from evaluation import evaluate
     from paddle.nn import functional as F
 
     from paddle_privacy import PrivacyBudgetExceeded
 
     started = time.monotonic()
+    average = None if args.ema is None else MovingAverage(task.trained_parameters, args.ema)
     stop = Stop()
     ended = "completed"
     previous_handler = signal.signal(signal.SIGINT, stop)
@@ -100,7 +106,7 @@ def train(
         task.network.train()
         for epoch in range(1, args.epochs + 1):
             for inputs, labels in loader:
-                loss = F.cross_entropy(task.network(inputs), labels)
+                loss = F.cross_entropy(task.network(*inputs), labels)
                 loss.backward()
                 optimizer.step()
                 optimizer.clear_grad()
@@ -108,10 +114,13 @@ def train(
                     # One logical batch is complete: under --physical-batch-size it takes several pieces.
                     schedule.step()
                     progress.step()
+                    if average is not None:
+                        average.update()
                     if stop.asked:
                         ended = "interrupted"
                         break
-            score = evaluate(task.network, task.dev, task.join)
+            with contextlib.nullcontext() if average is None else average.in_place():
+                score = evaluate(task.network, task.dev, task.join)
             epsilon = None if args.non_private else optimizer.get_privacy_spent(args.delta).epsilon
             elapsed = time.monotonic() - started
             progress.epoch(epoch, args.epochs, score.loss, score.accuracy, epsilon, elapsed)
@@ -132,6 +141,8 @@ def train(
         ended = "budget spent"
     finally:
         signal.signal(signal.SIGINT, previous_handler)
+    if average is not None:
+        average.put_in_place()
     return ended
 
 
@@ -148,6 +159,7 @@ def private_optimizer(args: argparse.Namespace, task: Task, ledger: Any) -> tupl
     make = {
         "adamw": paddle_privacy.DPAdamW,
         "adam": paddle_privacy.DPAdam,
+        "adambc": paddle_privacy.DPAdamBC,
         "momentum": paddle_privacy.DPMomentum,
         "sgd": paddle_privacy.DPSGD,
     }[args.optimizer]
@@ -156,6 +168,8 @@ def private_optimizer(args: argparse.Namespace, task: Task, ledger: Any) -> tupl
         learning_rate=schedule,
         weight_decay=args.weight_decay,
         clip_norm=task.clip_norm,
+        clipping=args.clipping,
+        accountant=args.accountant,
         batch_size=args.batch_size,
         epochs=args.epochs,
         data_loader=loader,
