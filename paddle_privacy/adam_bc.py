@@ -7,6 +7,7 @@ can be subtracted (Tang, Shpilevskiy and Lécuyer, *DP-AdamBC*, AAAI 2024, arXiv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -43,13 +44,13 @@ class DPAdamBC(PrivateOptimizer, Adam):
         if not isinstance(self._beta1, float) or not isinstance(self._beta2, float):
             raise ValueError("beta1 and beta2 must be numbers, not tensors")
 
-    def _update(self, sums: list[Tensor], std: float) -> None:
+    def _update(self, sums: Sequence[Tensor | None], std: float, noised: bool = False) -> None:
         divisor = self.batch_size if self.loss_reduction == "mean" else 1.0
         self._updates += 1
         beta2 = float(self._beta2)
         self._noise_moment = beta2 * self._noise_moment + (1.0 - beta2) * (std / divisor) ** 2
         self._noise_variance = self._noise_moment / (1.0 - beta2**self._updates)
-        super()._update(sums, std)
+        super()._update(sums, std, noised)
 
     def _append_optimize_op(self, block: Any, param_and_grad: Any) -> None:
         if isinstance(param_and_grad, dict):

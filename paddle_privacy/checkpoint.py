@@ -67,7 +67,7 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
     Args:
         path: created where missing. An earlier checkpoint there stays good until this one is complete.
         optimizer: under data parallelism rank 0 writes, and the call does nothing on the other ranks, whose state is
-            the same.
+            the same; where states are sharded, every rank must make the call, and sends what it holds.
         extra: anything JSON can hold, returned by :func:`load_checkpoint`; the epoch number, for one.
 
     Raises:
@@ -75,7 +75,9 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
     """
     shared = getattr(optimizer, "_shared", None)
     if shared is not None and not shared.ranks.leader:
+        shared.take_part_in_saving(optimizer, keep=False)
         return
+    state = optimizer.state_dict()
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     identity = secrets.token_hex(8)
@@ -83,7 +85,7 @@ def save_checkpoint(path: PathLike, *, model: nn.Layer, optimizer: Any, extra: d
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "parameters": {name: p.name for name, p in model.named_parameters()},
-        "optimizer": _strip(optimizer.state_dict(), "", tensors),
+        "optimizer": _strip(state, "", tensors),
         "extra": {} if extra is None else extra,
         "files": {},
     }

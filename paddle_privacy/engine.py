@@ -53,6 +53,7 @@ class PrivacyEngine:
         ledger: Any = None,
         generator: NoiseGenerator | None = None,
         secure: bool = True,
+        sharding_stage: int | None = None,
     ) -> tuple[nn.Layer, Any, DataLoader]:
         """Private training with a given noise.
 
@@ -70,8 +71,8 @@ class PrivacyEngine:
                 loader, and accounts without amplification by sampling.
             max_physical_batch_size: split each logical batch into pieces of at most so many rows. The loop stays as it
                 is; ``optimizer.step()`` updates on the last piece of a logical batch and is counted once.
-            clipping, loss_reduction, epochs, target_delta, max_epsilon, ledger, generator, secure: as in
-                :class:`paddle_privacy.DPSGD`.
+            clipping, loss_reduction, epochs, target_delta, max_epsilon, ledger, generator, secure, sharding_stage: as
+                in :class:`paddle_privacy.DPSGD`.
 
         Returns:
             ``(module, optimizer, data_loader)``.
@@ -92,6 +93,7 @@ class PrivacyEngine:
             "ledger": ledger,
             "generator": generator,
             "secure": secure,
+            "sharding_stage": sharding_stage,
         }
         return self._make(module, optimizer, data_loader, poisson_sampling, max_physical_batch_size, privacy)
 
@@ -112,6 +114,7 @@ class PrivacyEngine:
         ledger: Any = None,
         generator: NoiseGenerator | None = None,
         secure: bool = True,
+        sharding_stage: int | None = None,
     ) -> tuple[nn.Layer, Any, DataLoader]:
         """Private training with the least noise that keeps ε ≤ ``target_epsilon`` for ``epochs`` passes.
 
@@ -128,6 +131,7 @@ class PrivacyEngine:
             "ledger": ledger,
             "generator": generator,
             "secure": secure,
+            "sharding_stage": sharding_stage,
         }
         return self._make(module, optimizer, data_loader, poisson_sampling, max_physical_batch_size, privacy)
 

@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import paddle
@@ -21,7 +22,7 @@ from paddle.optimizer import SGD, Adam, AdamW, Momentum, Optimizer
 from paddle_privacy.arguments import check_arguments, distinct_parameters, noise_generator
 from paddle_privacy.clipped_sum import ClippedSum
 from paddle_privacy.clipping import Clipping, make_clipping, positive
-from paddle_privacy.distributed.step import SharedStep, join_ranks, rank_noise, same_group
+from paddle_privacy.distributed.step import SharedStep, join_ranks, rank_noise, run_stage, same_group
 from paddle_privacy.errors import PrivacyError, PrivacyWarning
 from paddle_privacy.gradients.capture import Capture, Group
 from paddle_privacy.gradients.guard import refuse_other_gradients
@@ -63,6 +64,8 @@ class PrivateOptimizer(Optimizer):
         generator: a ``NoiseGenerator``; with ``NoiseGenerator.seeded(...)`` also pass ``secure=False``. Tests only.
         secure: noise keyed by the operating system (default). ``secure=False`` is needed to pass a seeded generator.
         ledger: path of the privacy ledger, or a :class:`~paddle_privacy.ledger.Ledger`.
+        sharding_stage: under ``paddle.distributed``, 1 or 2 keeps moments, master weights and summed gradient of each
+            parameter on one rank only; 0 keeps them on all. By default what ``fleet.init`` was told.
 
     Each ``backward()`` is one group of samples; several before a ``step()`` add up (do not divide the loss by their
     number: the divisor is `batch_size`). The guarantee is for adding or removing one row (zeroing it out where the
@@ -92,8 +95,10 @@ class PrivateOptimizer(Optimizer):
         generator: NoiseGenerator | None = None,
         secure: bool = True,
         ledger: str | os.PathLike | Ledger | None = None,
+        sharding_stage: int | None = None,
         **kwargs: Any,
     ):
+        stage = run_stage(sharding_stage)
         check_arguments(
             noise_multiplier=noise_multiplier,
             epochs=epochs,
@@ -156,7 +161,7 @@ class PrivateOptimizer(Optimizer):
         self._updating = False
         self._shared: SharedStep | None = None
         continue_account(self)
-        self._shared = join_ranks(self)
+        self._shared = join_ranks(self, stage)
 
     # What the run is
 
@@ -277,14 +282,15 @@ class PrivateOptimizer(Optimizer):
                 PrivacyWarning,
                 stacklevel=2,
             )
-        sums = self._clipped_sum.take()
+        sums: list[Tensor | None] = [*self._clipped_sum.take()]
         self.last_norms = self._clipped_sum.norms
         sigma = self.spending.charged_noise_multiplier
         std = sigma * self._clipped_sum.sensitivity if sigma else 0.0
         self._forget_samples()
         if self._shared is not None:
-            sums, std = self._shared.noised_total(sums, std, self.noise), 0.0
-        self._update(sums, std)
+            self._shared.update(sums, std, self.noise, lambda totals: self._update(totals, std, noised=True))
+        else:
+            self._update(sums, std)
         self.clipping.after_step(self.last_norms, self.batch_size, self._noised)
         self.clipping.advance(self.spending.steps)
 
@@ -319,19 +325,28 @@ class PrivateOptimizer(Optimizer):
             return self._shared.noised_number(value, std, self.noise)
         return value + std * float(self.noise.standard_normal([1])[0])
 
-    def _update(self, sums: list[Tensor], std: float) -> None:
-        """Noise of standard deviation `std`, division by the public batch size, and Paddle's update.
+    def _update(self, sums: Sequence[Tensor | None], std: float, noised: bool = False) -> None:
+        """Noise of standard deviation `std` (`noised`: it is in already), division by the batch size, Paddle's update.
+
+        Only of the parameters that have a sum: under sharding a rank updates its own.
 
         In one native pass where Paddle's rule is reproduced exactly; otherwise the noisy gradients become the
         parameters' ``.grad`` (readable until the next forward) for Paddle's own step.
         """
-        managed = [(p, s) for p, s in zip(self._clipped_sum.parameters, sums) if not p.stop_gradient]
-        parameters, sums = [p for p, _ in managed], [s for _, s in managed]
-        divisor = self.batch_size if self.loss_reduction == "mean" else 1.0
-        if fused_update(self, parameters, sums, self.noise, std, divisor):
+        managed = [
+            (p, total)
+            for p, total in zip(self._clipped_sum.parameters, sums)
+            if total is not None and not p.stop_gradient
+        ]
+        if not managed:
             return
-        self.noise.add_noise(sums, std)
-        for parameter, noisy in zip(parameters, sums):
+        parameters, totals = [p for p, _ in managed], [total for _, total in managed]
+        std = 0.0 if noised else std
+        divisor = self.batch_size if self.loss_reduction == "mean" else 1.0
+        if fused_update(self, parameters, totals, self.noise, std, divisor):
+            return
+        self.noise.add_noise(totals, std)
+        for parameter, noisy in zip(parameters, totals):
             parameter.grad = noisy.scale_(1.0 / divisor).astype(parameter.dtype)
         self._capture.published = True
         self._updating = True
@@ -419,9 +434,10 @@ class PrivateOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Paddle's state, and under ``"paddle_privacy"`` the accountant's, the noise multiplier and the clipping's.
 
-        No noise key is part of it: a resumed run draws fresh noise.
+        No noise key is part of it: a resumed run draws fresh noise. Where the states are sharded, all ranks must call
+        this together, and each gets the whole.
         """
-        state = super().state_dict()
+        state = super().state_dict() if self._shared is None else self._shared.take_part_in_saving(self, keep=True)
         state[_STATE_KEY] = {
             "spending": self.spending.state_dict(),
             "clipping": self.clipping.state_dict(),
@@ -454,7 +470,8 @@ class PrivateOptimizer(Optimizer):
             self.spending.steps += count
         self._capture.discard()
         self._forget_samples()
-        super().set_state_dict(state)
+        shards = None if self._shared is None else self._shared.shards
+        super().set_state_dict(state if shards is None else shards.own_state(state))
 
     set_dict = set_state_dict
 

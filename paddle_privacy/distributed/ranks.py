@@ -36,7 +36,8 @@ class Ranks:
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
-        self.bytes_sent = 0
+        # Bytes of tensors that collectives carried; an all-reduce counts twice, as the reduce and the broadcast it is.
+        self.bytes_moved = 0
         self._broken = ""
 
     @property
@@ -59,27 +60,69 @@ class Ranks:
             dist.all_gather_object(values, value)
             return values
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites each tensor by rank 0's."""
+    def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrites each tensor by that of rank `source`."""
         with self._communicating(), paddle.no_grad():
             for tensor in tensors:
                 if tensor.size:
-                    dist.broadcast(tensor.detach(), src=0)
+                    dist.broadcast(tensor.detach(), src=source)
 
     def sum_(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor summed over all ranks, in its own dtype; the inputs are consumed. Bitwise equal on all ranks."""
         with self._communicating(), paddle.no_grad():
             summed: list[Tensor] = list(tensors)
             for indices in _buckets(tensors):
-                self.bytes_sent += sum(tensors[i].size * tensors[i].element_size() for i in indices)
-                if len(indices) == 1:
-                    dist.all_reduce(summed[indices[0]])
-                    continue
-                flat = paddle.concat([tensors[i].reshape([-1]) for i in indices])
+                flat = _flat([tensors[i] for i in indices])
+                self.bytes_moved += 2 * _bytes(flat)
                 dist.all_reduce(flat)
-                for i, part in zip(indices, paddle.split(flat, [tensors[i].size for i in indices])):
-                    summed[i] = part.reshape(tensors[i].shape)
+                for i, part in zip(indices, _parts(flat, [tensors[i] for i in indices])):
+                    summed[i] = part
             return summed
+
+    def sum_on_owners(self, tensors: list[Tensor | None], owners: Sequence[int]) -> list[Tensor | None]:
+        """Each tensor summed over all ranks, on its owner; None in its place on the others.
+
+        Args:
+            tensors: the list is emptied as the sums are sent, so that their memory is free for what follows.
+            owners: for each tensor, the rank that gets its sum.
+        """
+        with self._communicating(), paddle.no_grad():
+            summed: list[Tensor | None] = [None] * len(tensors)
+            for indices in _buckets(tensors, owners):
+                taken = [tensor for i in indices if (tensor := tensors[i]) is not None]
+                flat, owner = _flat(taken), owners[indices[0]]
+                for i in indices:
+                    tensors[i] = None
+                self.bytes_moved += _bytes(flat)
+                # gloo leaves partial sums in the buffers of ranks that do not own it: they are not read, and dropped.
+                dist.reduce(flat, dst=owner)
+                if owner == self.rank:
+                    for i, part in zip(indices, _parts(flat, taken)):
+                        summed[i] = part
+                del flat, taken
+            return summed
+
+    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor | None]:
+        """The value that each tensor has on its owner, on all other ranks; None on the owner. No tensor is written."""
+        with self._communicating(), paddle.no_grad():
+            received: list[Tensor | None] = [None] * len(tensors)
+            for indices in _buckets(tensors, owners):
+                members, owner = [tensors[i] for i in indices], owners[indices[0]]
+                # A buffer of its own: a broadcast that fails halfway must not have written to the caller's tensors.
+                if owner == self.rank:
+                    flat = paddle.concat([tensor.detach().reshape([-1]) for tensor in members])
+                else:
+                    flat = paddle.empty([sum(int(tensor.size) for tensor in members)], dtype=members[0].dtype)
+                self.bytes_moved += _bytes(flat)
+                dist.broadcast(flat, src=owner)
+                if owner != self.rank:
+                    for i, part in zip(indices, _parts(flat, members)):
+                        received[i] = part
+            return received
+
+    def abandon(self, why: str) -> None:
+        """This rank cannot go on with what all ranks are in the middle of; every later call raises `why`."""
+        self._broken = self._broken or why
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -95,21 +138,40 @@ class Ranks:
             raise PrivacyError(self._broken) from error
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors that travel together: one dtype, up to _BUCKET elements, in order; empty ones nowhere."""
+def _buckets(tensors: Sequence[Tensor | None], owners: Sequence[int] | None = None) -> list[list[int]]:
+    """Indices of the tensors that travel together: of one dtype and owner, up to _BUCKET elements, in order.
+
+    Those without elements travel nowhere.
+    """
     buckets: list[list[int]] = []
     open_bucket: dict[Any, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
-        size = int(tensor.size)
-        if not size:
+        size = 0 if tensor is None else int(tensor.size)
+        if tensor is None or not size:
             continue
-        held, elements = open_bucket.get(tensor.dtype, ([], 0))
+        kind = tensor.dtype, None if owners is None else owners[i]
+        held, elements = open_bucket.get(kind, ([], 0))
         if not held or elements + size > _BUCKET:
             held, elements = [], 0
             buckets.append(held)
         held.append(i)
-        open_bucket[tensor.dtype] = held, elements + size
+        open_bucket[kind] = held, elements + size
     return buckets
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor of all their elements; a single one comes back as it is, without a copy."""
+    return tensors[0] if len(tensors) == 1 else paddle.concat([tensor.reshape([-1]) for tensor in tensors])
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`flat` cut into pieces of the tensors' shapes."""
+    pieces = [flat] if len(tensors) == 1 else paddle.split(flat, [int(tensor.size) for tensor in tensors])
+    return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.size) * tensor.element_size()
 
 
 def _first_line(error: Exception) -> str:

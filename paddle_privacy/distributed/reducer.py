@@ -60,7 +60,8 @@ class ReducerHooks(LayerHooks):
 # What splits a model among ranks: a rank then sees a part of each sample's gradient, and clipping that part by its own
 # norm bounds nothing.
 _SPLIT_MODELS = {
-    "GroupShardedStage2": "gradient sharding (stage 2) reduces raw gradients in hooks of its own",
+    "GroupShardedStage2": "group_sharded_parallel reduces raw gradients in hooks of its own, so leave it out and pass "
+    "sharding_stage=2 to the private optimizer",
     "GroupShardedStage3": "parameter sharding (stage 3) keeps a slice of each parameter on a rank, so no rank sees a "
     "sample's whole gradient norm",
     "FullyShard": "parameter sharding keeps a slice of each parameter on a rank, so no rank sees a "
@@ -68,12 +69,11 @@ _SPLIT_MODELS = {
     "PipelineLayer": "a pipeline stage sees the gradient norm of its own layers only",
     "PipelineParallel": "a pipeline stage sees the gradient norm of its own layers only",
     "TensorParallel": "tensor parallelism splits layers among ranks, so no rank sees a sample's whole gradient norm",
-    "ShardingParallel": "optimizer-state sharding replaces the private update by one of its own",
     "SegmentParallel": "sequence parallelism splits samples among ranks, so no rank sees a sample's whole gradient",
 }
 
 
-_REMEDY = "train with data parallelism (with LoRA or recompute where memory is short)"
+_REMEDY = "train with data parallelism (with sharding_stage=2, LoRA or recompute where memory is short)"
 
 
 def refuse_split_model(layer: object, path: str) -> None:

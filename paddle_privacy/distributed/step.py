@@ -4,6 +4,8 @@ The step of rank r, with Sᵣ its clipped sum: agree that every rank is ready �
 copy, all alike) → rank 0 writes the ledger → Sᵣ + N(0, σ²C²/W) → one all-reduce: ΣSᵣ + N(0, σ²C²), the same bits on
 every rank → the update, on every rank.
 
+With sharded optimizer states the sum is made on each parameter's owner instead (:mod:`.sharding`).
+
 Every partial sum that leaves a rank carries noise, so a rank (or who listens to it) that knows its own share of the
 noise still faces (W−1)/W of the variance. The ε that is reported is about what leaves the group as a whole.
 """
@@ -16,20 +18,24 @@ import json
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import Tensor
+from paddle.optimizer import Optimizer
 
 from paddle_privacy.distributed.ranks import Ranks, current_ranks
 from paddle_privacy.distributed.reducer import ReducerHooks, refuse_split_models
+from paddle_privacy.distributed.sharding import Shards, chosen_stage
+from paddle_privacy.distributed.wrappers import watch_wrappers
 from paddle_privacy.errors import PrivacyError
 from paddle_privacy.noise import NoiseGenerator
 
 if TYPE_CHECKING:
     from paddle_privacy.optimizer import PrivateOptimizer
 
-_FINE, _FAILED = 0, 1
+_FINE, _FAILED, _SAVING = 0, 1, 2
 
 CHECK_EVERY = 100
 """Steps between two comparisons of all parameters' bytes across ranks (the first two steps are compared as well)."""
@@ -43,19 +49,21 @@ class SharedStep:
     Args:
         optimizer: fully built otherwise.
         ranks: the process group.
+        stage: 1 or 2 to shard the optimizer's states, 0 not to.
 
     Raises:
         UnsupportedLayer: the model is split among ranks.
         PrivacyError: the ranks' models differ, or communication failed.
     """
 
-    def __init__(self, optimizer: PrivateOptimizer, ranks: Ranks):
+    def __init__(self, optimizer: PrivateOptimizer, ranks: Ranks, stage: int = 0):
         self.ranks = ranks
         located = optimizer._capture.located
         refuse_split_models(located.roots, located.names)
-        refuse_hybrid_groups()
         trained = [p for p in optimizer._clipped_sum.parameters if not p.stop_gradient]
         self._compare("models", {located.names[id(p)]: f"{list(p.shape)} {p.dtype}" for p in trained})
+        self.shards = Shards(ranks, optimizer._clipped_sum.parameters) if stage else None
+        self._compare("optimizers", {"sharding_stage": stage, "owners": self.shards.owners if self.shards else []})
         state = {id(t): t for root in located.roots for t in (*root.parameters(), *root.buffers()) if t is not None}
         ranks.broadcast_(list(state.values()))
         optimizer.spending.load_state_dict(ranks.gather_objects(optimizer.spending.state_dict())[0])
@@ -109,6 +117,24 @@ class SharedStep:
         told = self.ranks.gather([_FINE if failure is None else _FAILED, 0, 0])
         self._raise_failures(told[:, 0], failure)
 
+    def take_part_in_saving(self, optimizer: PrivateOptimizer, keep: bool) -> dict[str, Any]:
+        """Paddle's state of the optimizer, whole where `keep`; under sharding all ranks must call it.
+
+        Raises:
+            PrivacyError: another rank is making a step instead. Both raise.
+        """
+        if self.shards is None:
+            return Optimizer.state_dict(optimizer)
+        told = self.ranks.gather([_SAVING, 0, 0])
+        if (told[:, 0] != _SAVING).any():
+            alone = PrivacyError(
+                "the optimizer's state is sharded, so all ranks must call state_dict() or save_checkpoint() at the "
+                f"same point; rank {self.ranks.rank} did and others did not"
+            )
+            self._raise_failures(told[:, 0], alone)
+            raise alone
+        return self.shards.whole_state(optimizer, keep)
+
     def _raise_failures(self, codes: Any, own: BaseException | None) -> None:
         if not codes.any():
             return
@@ -137,16 +163,25 @@ class SharedStep:
 
     # The sum
 
-    def noised_total(self, sums: list[Tensor], std: float, noise: NoiseGenerator) -> list[Tensor]:
-        """Σ over ranks of `sums`, plus N(0, std²) in every coordinate; bitwise equal on all ranks.
+    def update(
+        self, sums: list[Tensor | None], std: float, noise: NoiseGenerator, apply: Callable[[list[Tensor | None]], None]
+    ) -> None:
+        """The update by Σ over ranks of `sums` plus N(0, std²) in every coordinate; bitwise equal on all ranks.
 
         Args:
             sums: this rank's clipped sums, float32 or float64; consumed.
             std: σC, the standard deviation of the noise in the total.
+            noise: this rank's generator.
+            apply: the optimizer's update, given the noisy total (None for a parameter that another rank owns).
         """
-        # W independent shares of variance std²/W.
-        noise.add_noise(sums, std / math.sqrt(self.ranks.world))
-        return self.ranks.sum_(sums)
+        # W independent shares of variance std²/W. Nothing leaves this rank without its share.
+        mine = [tensor for tensor in sums if tensor is not None]
+        noise.add_noise(mine, std / math.sqrt(self.ranks.world))
+        if self.shards is not None:
+            del mine
+            self.shards.update(sums, apply)
+        else:
+            apply([*self.ranks.sum_(mine)])
 
     def noised_number(self, value: float, std: float, noise: NoiseGenerator) -> float:
         """Σ over ranks of `value`, plus N(0, std²)."""
@@ -155,10 +190,21 @@ class SharedStep:
         return float(total)
 
 
-def join_ranks(optimizer: PrivateOptimizer) -> SharedStep | None:
-    """The shared step of an optimizer that is being built; None in a run of one process."""
+def run_stage(asked: int | None) -> int:
+    """The sharding stage of a run: what the user asks for, else what fleet was initialised with.
+
+    Raises:
+        ValueError: the stage does not exist or cannot be made private.
+        PrivacyError: fleet divides the ranks so that a rank does not hold whole samples and gradients.
+    """
+    watch_wrappers()
+    return chosen_stage(asked, fleet_sharding_degree())
+
+
+def join_ranks(optimizer: PrivateOptimizer, stage: int) -> SharedStep | None:
+    """The shared step of an optimizer that is being built; None in a run of one process, which has nothing to shard."""
     ranks = current_ranks()
-    return None if ranks is None else SharedStep(optimizer, ranks)
+    return None if ranks is None else SharedStep(optimizer, ranks, stage)
 
 
 def _remove(hooks: list[ReducerHooks]) -> None:
@@ -188,24 +234,30 @@ def rank_noise(noise: NoiseGenerator) -> NoiseGenerator:
     return own if ranks.rank else noise
 
 
-def refuse_hybrid_groups() -> None:
-    """Raises PrivacyError where fleet divides the ranks in another way than by data."""
+def fleet_sharding_degree() -> int:
+    """The sharding_degree that fleet was initialised with; 1 without fleet.
+
+    Raises:
+        PrivacyError: fleet divides the ranks so that a rank does not hold whole samples and gradients.
+    """
     topology = sys.modules.get("paddle.distributed.fleet.base.topology")
     hybrid = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
-    if hybrid is None:
-        return
+
+    def degree(kind: str) -> int:
+        return int(getattr(hybrid, f"get_{kind}_parallel_world_size", lambda: 1)())
+
     for name, kind in (
         ("model", "tensor parallelism (mp_degree)"),
         ("pipe", "pipeline parallelism (pp_degree)"),
-        ("sharding", "sharding (sharding_degree)"),
         ("sep", "segment parallelism (sep_degree)"),
     ):
-        size = getattr(hybrid, f"get_{name}_parallel_world_size", lambda: 1)()
-        if size > 1:
+        if degree(name) > 1:
             raise PrivacyError(
-                f"fleet was initialised with {kind} of {size}, under which a rank does not hold whole samples, "
-                "gradients and optimizer states; set that degree to 1 and use data parallelism"
+                f"fleet was initialised with {kind} of {degree(name)}, under which a rank does not hold whole samples "
+                "and gradients; set that degree to 1 and use data parallelism, with sharding_degree where memory is "
+                "short"
             )
+    return degree("sharding")
 
 
 def parameter_bytes_digest(parameters: list[Tensor]) -> str:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -17,24 +11,6 @@ from paddle_privacy.verify.chain import read_ledger
 
 WORLDS = (1, 2, 3, 4)
 MANY = WORLDS[1:]
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    words = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py")), str(folder)]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([*words, *map(str, WORLDS)], env=surroundings, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ranks(folder):
-    return {w: [json.loads((folder / f"{w}/rank{r}.json").read_text()) for r in range(w)] for w in WORLDS}
-
-
 CASES = ("plain", "wrapped before", "wrapped after", "recompute", "pieces, adamw")
 
 

@@ -355,15 +355,19 @@ def refusals() -> dict[str, Any]:
 
 def be_a_rank(folder: Path) -> None:
     global RANK, WORLD
+    import sharded
+
     dist.init_parallel_env()
     RANK, WORLD = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"equality": equality(), "adaptive": adaptive_run(), "noise": noise()}
     if WORLD > 1:
         found["sampled"], found["refusals"] = sampled(folder), refusals()
+    found["sharded"] = sharded.everything(folder.parent)
     (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
+    sys.modules["worker"] = sys.modules["__main__"]
     warnings.simplefilter("ignore")
     for number in sys.argv[2:]:
         place = Path(sys.argv[1]) / number
