@@ -1,4 +1,6 @@
-"""Kills one rank of a run at every point of a step, twenty times, and resumes each time with another number of ranks.
+"""Kills one rank of a run at every point of a step, and resumes each time with another number of ranks.
+
+Twenty times with whole optimizer states, then with sharded ones, which resume from what the others saved.
 
 ``python faults.py <folder> [stall]``; run by test_faults.py. Each round writes ``<folder>/rounds.jsonl``.
 """
@@ -39,6 +41,16 @@ POINTS = (
     "update",
     "updated",
 )
+SHARDED_POINTS = (
+    "noise",
+    "sum",  # before the sums are added up on their owners
+    "summed",
+    "update",
+    "updated",  # on this owner, and not sent
+    "between",  # some of the new values are sent
+    "shared",  # all of them
+    "saving",
+)
 TIME_LIMIT = 25.0  # of a round; a peer that dies is noticed at once
 
 
@@ -55,10 +67,10 @@ def meet_fate(optimizer: Any, point: str, at: int, fate: Any) -> None:
     shared, taken = optimizer._shared, [0]
     update = optimizer._update
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any, **kwargs: Any) -> None:
         if point == "update" and taken[0] == at:
             fate()
-        update(*args)
+        update(*args, **kwargs)
         taken[0] += 1
         if point == "updated" and taken[0] == at:
             fate()
@@ -84,9 +96,22 @@ def meet_fate(optimizer: Any, point: str, at: int, fate: Any) -> None:
     around(optimizer, "_append", "record", "recorded")
     around(optimizer.noise, "add_noise", "noise")
     around(shared.ranks, "sum_", "sum", "summed")
+    around(shared.ranks, "sum_on_owners", "sum", "summed")
+    around(shared.ranks, "from_owners", "", "shared")
+    around(shared, "take_part_in_saving", "saving")
+    if point == "between":
+        broadcast, sent = dist.broadcast, [0]
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            sent[0] += taken[0] == at
+            if sent[0] == 2:
+                fate()
+            return broadcast(*args, **kwargs)
+
+        dist.broadcast = counting
 
 
-def train(folder: Path, place: Path, victim: int, point: str, at: int, fate: Any, limit: int) -> None:
+def train(folder: Path, place: Path, victim: int, point: str, at: int, fate: Any, limit: int, stage: int) -> None:
     dist.init_parallel_env()
     rank = dist.get_rank()
     rows = np.random.RandomState(0).randn(ROWS, 4).astype("float32")
@@ -100,6 +125,7 @@ def train(folder: Path, place: Path, victim: int, point: str, at: int, fate: Any
         noise_multiplier=SIGMA,
         max_grad_norm=1.0,
         ledger=folder / "ledger.jsonl",
+        sharding_stage=stage,
     )
     saved = folder / "saved"
     if (saved / MANIFEST).exists():
@@ -108,6 +134,7 @@ def train(folder: Path, place: Path, victim: int, point: str, at: int, fate: Any
         "steps at start": optimizer.spending.steps,
         "epsilon at start": engine.get_epsilon(1e-5),
         "updates": [],
+        "weights at start": parameter_bytes_digest(list(model.parameters())),
         "error": "",
     }
     if rank == victim:
@@ -128,14 +155,26 @@ def train(folder: Path, place: Path, victim: int, point: str, at: int, fate: Any
                     break
     except PrivacyError as error:
         found["error"] = str(error)
+        found["weights at error"] = parameter_bytes_digest(list(model.parameters()))
+        found["saves after"] = fails(lambda: engine.save_checkpoint(path=folder / "late", module=model))
     (place / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-def one_round(folder: Path, number: int, world: int, victim: int, point: str, at: int, fate: Any, limit: float) -> dict:
+def fails(run: Any) -> str:
+    try:
+        run()
+    except PrivacyError as error:
+        return str(error)
+    return ""
+
+
+def one_round(
+    folder: Path, number: int, world: int, victim: int, point: str, at: int, fate: Any, limit: float, stage: int = 0
+) -> dict:
     place = folder / f"round{number}"
     place.mkdir()
     began = time.monotonic()
-    children = fork_ranks(world, lambda: train(folder, place, victim, point, at, fate, at + 4), place)
+    children = fork_ranks(world, lambda: train(folder, place, victim, point, at, fate, at + 4, stage), place)
     if fate is stop:
         survivors = [child for rank, child in enumerate(children) if rank != victim]
         codes = wait(survivors, limit)
@@ -155,6 +194,7 @@ def one_round(folder: Path, number: int, world: int, victim: int, point: str, at
         "world": world,
         "victim": victim,
         "point": point,
+        "stage": stage,
         "at": at,
         "codes": codes,
         "seconds": seconds,
@@ -177,6 +217,11 @@ if __name__ == "__main__":
             # Only rank 0 writes the ledger.
             victim = 0 if "record" in point else (number * 7 + number // 10) % world
             rounds.append((world, victim, point, 1 + number % 2, die, TIME_LIMIT))
+        for number, point in enumerate(SHARDED_POINTS):
+            # Rank 1 owns what is sent last; checkpoints are made after the second update.
+            at = 2 if point == "saving" else 1 + number % 2
+            victim = 1 if point == "between" else number % 2
+            rounds.append((2 + number % 2, victim, point, at, die, TIME_LIMIT, 1 + number % 2))
     with open(folder / "rounds.jsonl", "w") as out:
         for number, arguments in enumerate(rounds):
             out.write(json.dumps(one_round(folder, number, *arguments)) + "\n")
