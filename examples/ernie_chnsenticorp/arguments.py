@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from resuming import ResumeError, restored_flags
+
 STRATEGIES = ("full", "lora", "bitfit", "head", "prompt")
 OPTIMIZERS = ("adamw", "adam", "adambc", "momentum", "sgd")
 CLIPPINGS = ("flat", "per_layer", "automatic", "psac", "adaptive")
@@ -66,11 +68,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, help="run folder, must be new (default runs/DATE-TIME)")
     add("--keep-duplicates", action="store_true", help="train on repeated texts; each copy weakens their protection")
     add("--non-private", action="store_true", help="the same training without clipping and noise, for comparison")
+    add("--dry-run", action="store_true", help="print noise, ε, time and memory of the run, measured on random text")
+    add(
+        "--staged",
+        action="store_true",
+        help="first train with clipping but no noise on public rows, and stop if that does not learn; then train "
+        "privately from the original weights. With --non-private: the first stage alone, on the rows of --data",
+    )
+    add("--staged-data", metavar="DATA", help="public data (as --data) of the first stage, e.g. mini")
+    add("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted run, under its own flags and budget")
     args = parser.parse_args(argv)
+    if args.resume is not None:
+        return _resumed(parser, argv)
     if args.clip_norm_data is not None and args.clip_norm != "auto":
         parser.error("--clip-norm-data is used by --clip-norm auto only")
+    if args.staged_data is not None and (not args.staged or args.non_private):
+        parser.error("--staged-data is used by --staged only, and not with --non-private")
+    if args.dry_run and args.staged:
+        parser.error("--dry-run trains nothing, and --staged trains twice; pass one of them")
+    plain = args.non_private and not args.staged
     for flag in ("clip_norm", "physical_batch_size"):
-        if args.non_private and getattr(args, flag) is not None:
+        if plain and getattr(args, flag) is not None:
             parser.error(f"--{flag.replace('_', '-')} has no meaning with --non-private")
     if args.non_private and args.optimizer == "adambc":
         parser.error("--optimizer adambc corrects for privacy noise, which --non-private does not add")
@@ -78,13 +96,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--label-words is used by --strategy prompt only")
     if args.strategy == "head" and args.freeze_layers is not None:
         parser.error("--strategy head freezes all layers; leave --freeze-layers out")
-    preset = PRESETS["tiny" if args.model == "tiny" else "pretrained", not args.non_private]
+    preset = PRESETS["tiny" if args.model == "tiny" else "pretrained", not plain]
     for name, value in vars(preset).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.output is None:
         args.output = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     return args
+
+
+def _resumed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The flags of the run that goes on."""
+    defaults = vars(parser.parse_args([]))
+    # argparse gives no default to what a namespace already has, so this tells which flags were named.
+    absent = object()
+    flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults, absent)))
+    given = {name: value for name, value in vars(flags).items() if value is not absent}
+    if given.get("dry_run"):
+        parser.error("--dry-run is about a run that has not begun; leave --resume out")
+    try:
+        return restored_flags(given, defaults, given["resume"])
+    except ResumeError as refusal:
+        parser.error(str(refusal))
 
 
 def _positive(text: str) -> float:

@@ -83,8 +83,21 @@ def load_folder(folder: Path) -> Reviews:
 
 def _read_tsv(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; the folder must hold train.tsv, dev.tsv and test.tsv")
-    with path.open(encoding="utf-8", newline="") as file:
+        raise DataError(
+            f"{path}: no such file; the folder must hold train.tsv, dev.tsv and test.tsv. Nothing is split off: "
+            "dev and test rows are not protected by ε, so which rows these are is your choice"
+        )
+    try:
+        return _read_rows(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not readable as TSV ({error})") from error
+
+
+def _read_rows(path: Path) -> list[tuple[str, str]]:
+    # A byte order mark, which spreadsheets write, is not part of the first column's name.
+    with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         header = next(lines, [])
         text_column = next((i for i, name in enumerate(header) if name in ("text_a", "text", "sentence")), None)
@@ -124,6 +137,12 @@ def deduplicate(rows: Sequence[Row]) -> Deduplicated:
     conflicting = {text for text, labels in labels_of.items() if len(labels) > 1}
     conflicting_rows = sum(text in conflicting for text, _ in rows)
     return Deduplicated(kept, len(rows) - len(kept) - conflicting_rows, len(conflicting), conflicting_rows)
+
+
+def share_of(rows: Sequence[Row], train: Sequence[Row]) -> float:
+    """Which part of ``rows`` has its text in ``train``, too."""
+    unseen = unseen_mask(rows, train)
+    return 1.0 - sum(unseen) / len(unseen)
 
 
 def most_copies(rows: Sequence[Row]) -> int:

@@ -14,13 +14,14 @@ from types import TracebackType
 from typing import Any
 
 LEDGER = "ledger.jsonl"
+METRICS = "metrics.jsonl"
 
 
 class RunFolder:
-    """Files of one run under ``path``, which must be new or empty."""
+    """Files of one run under ``path``, which must be new or empty unless the run goes on with ``resume``."""
 
-    def __init__(self, path: Path) -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    def __init__(self, path: Path, resume: bool = False) -> None:
+        if not resume and path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise FileExistsError(f"--output {path}: exists and is not empty; a run never overwrites another")
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -33,9 +34,29 @@ class RunFolder:
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (self.path / name).write_text(text + "\n", encoding="utf-8")
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The file's content; nothing where there is no such file."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
     def append_metrics(self, record: dict[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        path = self.path / METRICS
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+    def drop_torn_metrics(self) -> None:
+        """A killed process may have left half a line, which the next one would be appended to."""
+        path = self.path / METRICS
+        if path.is_file():
+            text = path.read_bytes()
+            path.write_bytes(text[: text.rfind(b"\n") + 1])
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
 
     @property
     def model(self) -> Path:
@@ -49,8 +70,8 @@ class RunFolder:
 class Progress(AbstractContextManager["Progress"]):
     """A bar of the steps on a terminal, and one line an epoch everywhere."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, done: int = 0) -> None:
+        self._steps, self._done = steps, done
         self._bar: Any = None
         self._task: Any = None
         self._status = ""
@@ -69,7 +90,7 @@ class Progress(AbstractContextManager["Progress"]):
             )
             self._bar = Bar(*columns)
             self._bar.start()
-            self._task = self._bar.add_task("train", total=self._steps, status="")
+            self._task = self._bar.add_task("train", total=self._steps, completed=self._done, status="")
         return self
 
     def __exit__(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import resource
+import shlex
+from pathlib import Path
 from typing import Any
 
 from evaluation import Score
-from run_folder import print_table
+from run_folder import LEDGER, print_table
 from task import Task
 
 
@@ -27,7 +29,7 @@ def describe_plan(args: argparse.Namespace, task: Task, steps: int, optimizer: A
 
 def configuration(args: argparse.Namespace, task: Task, steps: int, optimizer: Any) -> dict[str, Any]:
     return {
-        "flags": {name: str(value) if name == "output" else value for name, value in vars(args).items()},
+        "flags": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "training_rows": len(task.train),
         "trained_parameters": sum(int(parameter.size) for parameter in task.trained_parameters),
         "planned_steps": steps,
@@ -68,7 +70,11 @@ def _privacy(args: argparse.Namespace, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def print_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+def print_summary(args: argparse.Namespace, summary: dict[str, Any], outputs: list[tuple[str, Path]]) -> None:
+    """
+    Args:
+        outputs: what else the run folder got: names and paths.
+    """
     rows = [("test accuracy", f"{summary['test_accuracy']:.2%} of {summary['test_rows']} rows")]
     if summary["test_accuracy_unseen"] is not None:
         unseen = f"{summary['test_accuracy_unseen']:.2%} of {summary['test_rows_unseen']} rows"
@@ -90,6 +96,12 @@ def print_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
         ("steps", str(summary["steps"])),
         ("time", f"{summary['seconds']:.0f} s"),
         ("peak memory", f"{summary['peak_memory_mib']} MiB"),
-        ("run folder", str(args.output)),
+        ("run folder", f"{args.output}: config.json, summary.json, metrics.jsonl"),
+        ("model", str(args.output / "model")),
     ]
+    if not args.non_private:
+        rows.append(("ledger", str(args.output / LEDGER)))
+    rows += [(name, str(path)) for name, path in outputs]
     print_table(f"{args.model} on {args.data}: {summary['ended']}", rows)
+    if summary["ended"] == "interrupted":
+        print(f"go on with: train.py --resume {shlex.quote(str(args.output))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,27 +31,29 @@ class Task:
     unseen: list[bool]
     """Which test rows stand nowhere in the training file, duplicates and dropped rows included."""
     clip_norm: float | None
-
     prompt: strategies.Prompt | None
+    encode: Callable[[list[reviews.Row]], EncodedRows]
+    """What rows become before they are batched: token ids, or the output of the frozen layers."""
 
     @property
     def trained_parameters(self) -> list[Any]:
         return [parameter for parameter in self.network.parameters() if not parameter.stop_gradient]
 
 
-def prepare(args: argparse.Namespace, model_folder: Path) -> Task:
-    """Reads the data, builds the model and encodes the rows.
+def prepare(args: argparse.Namespace, model_folder: Path, data: reviews.Reviews) -> Task:
+    """Builds the model and encodes the rows.
 
     Raises:
         reviews.DataError, ernie.ModelError: a file is missing or malformed.
     """
     import paddle
 
-    data = reviews.load(args.data)
     train_rows = _training_rows(data.train, args.keep_duplicates)
     paddle.seed(args.seed)
     prompted = args.strategy == "prompt"
     model, tokenizer = ernie.load(args.model, len(data.labels), args.dropout, model_folder, masked_lm=prompted)
+    model.config.id2label = dict(enumerate(data.labels))
+    model.config.label2id = {label: number for number, label in enumerate(data.labels)}
     prompt = strategies.read_prompt(tokenizer, args.prompt, args.label_words, data.labels) if prompted else None
     frozen = len(model.base_model.encoder.layers) if args.strategy == "head" else args.freeze_layers
     strategies.choose_parameters(model, args.strategy, frozen)
@@ -85,6 +88,7 @@ def prepare(args: argparse.Namespace, model_folder: Path) -> Task:
         unseen=reviews.unseen_mask(data.test, data.train),
         clip_norm=bound,
         prompt=prompt,
+        encode=encode,
     )
 
 

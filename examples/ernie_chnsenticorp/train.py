@@ -2,8 +2,11 @@
 
     python examples/ernie_chnsenticorp/train.py                                 # embedded data, tiny ERNIE, ε <= 3
     python examples/ernie_chnsenticorp/train.py --model ernie-3.0-medium-zh --data chnsenticorp --epsilon 3
+    python examples/ernie_chnsenticorp/train.py --dry-run                       # what a run would cost; spends nothing
+    python examples/ernie_chnsenticorp/train.py --resume runs/20260101-120000   # after Ctrl-C or kill -9
 
-:func:`train` is Paddle's usual loop, and :func:`private_optimizer` the lines that make it private.
+What trains is in ``loop.py``: :func:`loop.train` is Paddle's usual loop, and :func:`loop.private_optimizer` the lines
+that make it private.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import argparse
 import contextlib
 import io
 import os
-import signal
 import sys
 import time
 import warnings
@@ -20,13 +22,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from arguments import parse_arguments
+from resuming import Checkpoints, ResumeError, refuse_other_data, refuse_where_nothing_is_left
 
 if TYPE_CHECKING:
-    from run_folder import Progress, RunFolder
+    from loop import Training
+    from run_folder import RunFolder
     from task import Task
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0: done; 1: stage 1 of ``--staged`` does not learn; 2: refused; 130: ended by a second Ctrl-C."""
     args = parse_arguments(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     # Importing Paddle advises on ccache and on OMP_NUM_THREADS, which concerns nobody here.
@@ -34,17 +39,31 @@ def main(argv: list[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         import paddle  # noqa: F401
     from ernie import ModelError
+    from loop import Refused
     from reviews import DataError
 
+    from paddle_privacy.errors import PrivacyError
+
     try:
+        if args.dry_run:
+            from dry_run import dry_run
+
+            return dry_run(args)
         return run(args)
-    except (DataError, ModelError, FileExistsError) as error:
+    except (DataError, ModelError, Refused, ResumeError, FileExistsError, PrivacyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; if training had begun, go on with --resume {args.output}", file=sys.stderr)
+        return 130
 
 
 def run(args: argparse.Namespace) -> int:
+    import reviews
+    import staged
     from evaluation import evaluate
+    from loop import train
+    from outputs import write_outputs
     from run_folder import Progress, RunFolder
     from strategies import plain_model
     from summary import configuration, describe_plan, print_summary, summarise
@@ -53,169 +72,63 @@ def run(args: argparse.Namespace) -> int:
     from paddle_privacy.ledger import Ledger
 
     started = time.monotonic()
-    folder = RunFolder(args.output)
-    task = prepare(args, folder.model)
+    resumed = args.resume is not None
+    folder = RunFolder(args.output, resume=resumed)
+    if resumed:
+        refuse_where_nothing_is_left(folder)
+    data = reviews.load(args.data)
+    if args.staged and not staged.passed(folder):
+        learns = staged.stage_one(args, data, folder)
+        if args.non_private or not learns:
+            return 0 if learns else 1
+    task = prepare(args, folder.model, data)
     ledger: Any = contextlib.nullcontext() if args.non_private else Ledger(folder.ledger)
-    try:
-        if args.non_private:
-            loader, optimizer, schedule = plain_optimizer(args, task)
-        else:
-            loader, optimizer, schedule = private_optimizer(args, task, ledger)
-    except ValueError as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    steps = args.epochs * len(loader)
-    folder.write_json("config.json", configuration(args, task, steps, optimizer))
-    describe_plan(args, task, steps, optimizer)
+    training = new_training(args, task, ledger)
+    checkpoints = Checkpoints(folder.checkpoint, task, training)
+    steps = args.epochs * len(training.loader)
+    if resumed:
+        resume(folder, checkpoints, len(task.train))
+    else:
+        folder.write_json("config.json", configuration(args, task, steps, training.optimizer))
+        # From here on the run can be resumed, also when it is killed in its first epoch.
+        checkpoints.save()
+    describe_plan(args, task, steps, training.optimizer)
 
-    with ledger, Progress(steps) as progress:
-        ended = train(args, task, optimizer, schedule, loader, folder, progress)
+    with ledger, Progress(steps, training.steps_taken) as progress:
+        ended = train(args, task, training, progress, folder.append_metrics, checkpoints.save)
 
     folder.save_model(plain_model(task.model), task.tokenizer)
     if task.prompt is not None:
         folder.write_json("model/prompt.json", asdict(task.prompt))
     score = evaluate(task.network, task.test, task.join)
-    summary = summarise(args, task, score, optimizer, ended, schedule.last_epoch, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    summary = summarise(args, task, score, training.optimizer, ended, training.steps_taken, seconds)
     folder.write_json("summary.json", summary)
-    print_summary(args, summary)
+    if ended != "interrupted":
+        checkpoints.remove()
+    print_summary(args, summary, write_outputs(args, folder, summary))
     return 0
 
 
-def train(
-    args: argparse.Namespace,
-    task: Task,
-    optimizer: Any,
-    schedule: Any,
-    loader: Any,
-    folder: RunFolder,
-    progress: Progress,
-) -> str:
-    """Runs the epochs; returns how it ended: ``"completed"``, ``"interrupted"`` or ``"budget spent"``."""
+def new_training(args: argparse.Namespace, task: Task, ledger: Any) -> Training:
+    """From the original weights and the first step on."""
     from averaging import MovingAverage
-    from evaluation import evaluate
-    from paddle.nn import functional as F
+    from loop import Training, plain_optimizer, private_optimizer
 
-    from paddle_privacy import PrivacyBudgetExceeded
-
-    started = time.monotonic()
+    parts = plain_optimizer(args, task) if args.non_private else private_optimizer(args, task, ledger)
     average = None if args.ema is None else MovingAverage(task.trained_parameters, args.ema)
-    stop = Stop()
-    ended = "completed"
-    previous_handler = signal.signal(signal.SIGINT, stop)
-    try:
-        task.network.train()
-        for epoch in range(1, args.epochs + 1):
-            for inputs, labels in loader:
-                loss = F.cross_entropy(task.network(*inputs), labels)
-                loss.backward()
-                optimizer.step()
-                optimizer.clear_grad()
-                if args.non_private or optimizer.spending.steps > schedule.last_epoch:
-                    # One logical batch is complete: under --physical-batch-size it takes several pieces.
-                    schedule.step()
-                    progress.step()
-                    if average is not None:
-                        average.update()
-                    if stop.asked:
-                        ended = "interrupted"
-                        break
-            with contextlib.nullcontext() if average is None else average.in_place():
-                score = evaluate(task.network, task.dev, task.join)
-            epsilon = None if args.non_private else optimizer.get_privacy_spent(args.delta).epsilon
-            elapsed = time.monotonic() - started
-            progress.epoch(epoch, args.epochs, score.loss, score.accuracy, epsilon, elapsed)
-            folder.append_metrics(
-                {
-                    "epoch": epoch,
-                    "step": schedule.last_epoch,
-                    "dev_loss": score.loss,
-                    "dev_accuracy": score.accuracy,
-                    "epsilon": epsilon,
-                    "seconds": round(elapsed, 1),
-                }
-            )
-            if ended != "completed":
-                break
-    except PrivacyBudgetExceeded as refusal:
-        progress.say(str(refusal))
-        ended = "budget spent"
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
-    if average is not None:
-        average.put_in_place()
-    return ended
+    return Training(*parts, average)
 
 
-def private_optimizer(args: argparse.Namespace, task: Task, ledger: Any) -> tuple[Any, Any, Any]:
-    """Poisson batches, and the optimizer that clips, adds noise and counts."""
-    from paddle.io import DataLoader
-
-    import paddle_privacy
-    from paddle_privacy import PoissonBatchSampler
-
-    sampler = PoissonBatchSampler(task.train, args.batch_size, max_physical_batch_size=args.physical_batch_size)
-    loader = DataLoader(task.train, batch_sampler=sampler, collate_fn=task.join)
-    schedule = linear_decay(args.learning_rate, args.epochs * len(loader))
-    make = {
-        "adamw": paddle_privacy.DPAdamW,
-        "adam": paddle_privacy.DPAdam,
-        "adambc": paddle_privacy.DPAdamBC,
-        "momentum": paddle_privacy.DPMomentum,
-        "sgd": paddle_privacy.DPSGD,
-    }[args.optimizer]
-    optimizer = make(
-        parameters=task.trained_parameters,
-        learning_rate=schedule,
-        weight_decay=args.weight_decay,
-        clip_norm=task.clip_norm,
-        clipping=args.clipping,
-        accountant=args.accountant,
-        batch_size=args.batch_size,
-        epochs=args.epochs,
-        data_loader=loader,
-        target_epsilon=args.epsilon,
-        target_delta=args.delta,
-        max_epsilon=args.epsilon,
-        ledger=ledger,
-    )
-    return loader, optimizer, schedule
-
-
-def plain_optimizer(args: argparse.Namespace, task: Task) -> tuple[Any, Any, Any]:
-    """Shuffled batches and Paddle's own optimizer."""
-    import paddle
-    from paddle.io import DataLoader
-
-    loader = DataLoader(task.train, batch_size=args.batch_size, shuffle=True, collate_fn=task.join)
-    schedule = linear_decay(args.learning_rate, args.epochs * len(loader))
-    make = {
-        "adamw": paddle.optimizer.AdamW,
-        "adam": paddle.optimizer.Adam,
-        "momentum": paddle.optimizer.Momentum,
-        "sgd": paddle.optimizer.SGD,
-    }[args.optimizer]
-    optimizer = make(parameters=task.trained_parameters, learning_rate=schedule, weight_decay=args.weight_decay)
-    return loader, optimizer, schedule
-
-
-def linear_decay(peak: float, steps: int) -> Any:
-    """From ``peak`` at the first step towards 0 after the last; counts the steps in ``last_epoch``."""
-    from paddle.optimizer.lr import LambdaDecay
-
-    return LambdaDecay(peak, lambda step: max(0.0, 1.0 - step / steps))
-
-
-class Stop:
-    """Ctrl-C asks for the end after the current step; a second one ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        print("\nstopping after this step; what was trained so far will be saved", file=sys.stderr, flush=True)
+def resume(folder: RunFolder, checkpoints: Checkpoints, rows: int) -> None:
+    """Puts the training where the interrupted run left it."""
+    refuse_other_data(folder, rows)
+    folder.drop_torn_metrics()
+    if not checkpoints.exists:
+        return
+    lost = checkpoints.load()
+    print(f"resumed: {checkpoints.training.steps_taken} steps were taken", end="")
+    print(f"; of {lost} of them the weights are lost, and ε still counts them" if lost else "")
 
 
 if __name__ == "__main__":

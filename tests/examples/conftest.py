@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -29,3 +30,27 @@ def small_folder(tmp_path, mini):
         lines = "".join(f"{label}\t{text}\n" for text, label in rows)
         (folder / f"{name}.tsv").write_text("label\ttext_a\n" + lines, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def run(small_folder, tmp_path, capsys, monkeypatch):
+    def start(*flags, data=small_folder, outputs=False):
+        """With the quickest accountant, and the report only where it is asked for: they take most of a small run."""
+        output = tmp_path / "run"
+        if not outputs:
+            monkeypatch.setattr("outputs.write_outputs", lambda *run: [])
+        import train
+
+        code = train.main(["--data", str(data), "--output", str(output), "--accountant", "rdp", *flags])
+        captured = capsys.readouterr()
+        return code, output, captured.out + captured.err
+
+    return start
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

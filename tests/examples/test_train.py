@@ -1,35 +1,14 @@
 """train.py from the command line's arguments to the files of the run, a few real steps each."""
 
-import json
 import math
 import os
 import signal
 
 import numpy as np
 import pytest
-import train
+from conftest import lines, read
 
 from paddle_privacy.accounting import compute_epsilon
-
-
-@pytest.fixture
-def run(small_folder, tmp_path, capsys):
-    def start(*flags, data=small_folder):
-        output = tmp_path / "run"
-        code = train.main(["--data", str(data), "--output", str(output), *flags])
-        captured = capsys.readouterr()
-        return code, output, captured.out + captured.err
-
-    return start
-
-
-def read(folder, name):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
 
 PRIVATE = ("--batch-size", "50", "--epochs", "2", "--physical-batch-size", "32")
 
@@ -121,17 +100,19 @@ def test_frozen_layers_do_not_move(run, tmp_path):
 def test_the_head_alone_sees_what_the_whole_model_sees(small_folder, tmp_path):
     """Features computed once, and the same rows through the model, with the same frozen layers: equal scores."""
     import paddle
+    import reviews
     import task
     from arguments import parse_arguments
 
     prepared = {}
     for layers in ("0", "1"):
         args = parse_arguments(["--data", str(small_folder), "--freeze-layers", layers])
-        prepared[layers] = task.prepare(args, tmp_path / layers)
+        prepared[layers] = task.prepare(args, tmp_path / layers, reviews.load(args.data))
     whole, head = prepared["0"], prepared["1"]
     assert head.network is not head.model
     assert {id(p) for p in head.trained_parameters} < {id(p) for p in head.model.parameters()}
-    scores = [t.network(paddle.to_tensor(t.join([t.test[row] for row in range(20)])[0])).numpy() for t in (whole, head)]
+    inputs = [t.join([t.test[row] for row in range(20)])[0] for t in (whole, head)]
+    scores = [t.network(*map(paddle.to_tensor, given)).numpy() for t, given in zip((whole, head), inputs)]
     np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
@@ -177,9 +158,9 @@ def test_duplicates_can_be_kept(run):
 
 
 def test_interrupt_saves_what_was_trained(run, monkeypatch):
-    import evaluation
+    import loop
 
-    evaluate, calls = evaluation.evaluate, []
+    evaluate, calls = loop.evaluate, []
 
     def interrupting(*args):
         if not calls:
@@ -187,7 +168,7 @@ def test_interrupt_saves_what_was_trained(run, monkeypatch):
         calls.append(1)
         return evaluate(*args)
 
-    monkeypatch.setattr(evaluation, "evaluate", interrupting)
+    monkeypatch.setattr(loop, "evaluate", interrupting)
     before = signal.getsignal(signal.SIGINT)
     code, folder, shown = run(*PRIVATE)
     assert code == 0
@@ -196,6 +177,7 @@ def test_interrupt_saves_what_was_trained(run, monkeypatch):
     assert summary["steps"] == 7
     assert 0 < summary["epsilon"] < 3
     assert (folder / "model" / "config.json").is_file()
+    assert f"--resume {folder}" in shown
     assert signal.getsignal(signal.SIGINT) is before
 
 
