@@ -92,7 +92,9 @@ def train(args: argparse.Namespace, model: Any, images: Images, loader: DataLoad
             file.write(json.dumps(found) + "\n")
         spent = "" if args.non_private else f"  ε {found['epsilon']:.3f}"
         elapsed = time.monotonic() - started
-        print(f"epoch {epoch}/{args.epochs}  dev accuracy {found['dev_accuracy']:.2%}{spent}  {elapsed:.0f} s", flush=True)
+        print(
+            f"epoch {epoch}/{args.epochs}  dev accuracy {found['dev_accuracy']:.2%}{spent}  {elapsed:.0f} s", flush=True
+        )
 
 
 @paddle.no_grad()
