@@ -162,7 +162,7 @@ def print_memory(row: Row, kind: str) -> None:
 
 
 def machine_rates() -> Rates:
-    """What this machine does at best: a product of an encoder's size, reading and writing beyond the caches, noise on a tensor."""
+    """What this machine does at best: a product of an encoder's size, passes over 64 MiB, noise on 16 MiB."""
     from paddle_privacy.noise import NoiseGenerator
 
     a, b = paddle.randn([2048, 768]), paddle.randn([768, 1536])
