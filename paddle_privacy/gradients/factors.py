@@ -25,8 +25,11 @@ from paddle import Tensor
 
 from paddle_privacy import kernels
 
-# Columns of an unfolded map that are made at a time: 4 MiB of float32.
-_CHUNK_ELEMENTS = 1 << 20
+# Columns of an unfolded map that are made at a time: 2 MiB of float32.
+_CHUNK_ELEMENTS = 1 << 19
+
+# Rows below which a product runs transposed.
+_NARROW = 32
 
 
 def accumulation_dtype(x: Tensor) -> paddle.dtype:
@@ -173,6 +176,7 @@ class Unfolded(Factor):
         self.uses, self.groups, self.shape = list(uses), groups, tuple(shape)
         self.batch = uses[0].left.shape[0]
         self.rows, self.cols = shape[0] // groups, math.prod(shape[1:])
+        self.positions = sum(use.positions for use in uses)
 
     def squared_norms(self) -> Tensor:
         return self._over_chunks(self._norms_of, [])
@@ -181,15 +185,13 @@ class Unfolded(Factor):
         return self._over_chunks(self._formed, list(self.shape))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        dtype = accumulation_dtype(self.uses[0].left)
-        total = paddle.zeros(self.shape, dtype=dtype)
-        weights = weights.astype(dtype)
+        total = paddle.zeros(self.shape, dtype=accumulation_dtype(self.uses[0].left))
         for some, (rows, cols) in self._chunks():
-            rows = rows * weights[some].reshape([-1, 1, 1, 1])
-            if self.rows <= rows.shape[-1]:
-                part = self._product(rows, cols).sum(axis=0)
+            if self.rows <= self.positions:
+                part = kernels.weighted_row_sum(self._formed(rows, cols), weights[some])
             else:
                 # A sample's gradient is larger than its columns: the samples are summed within one product.
+                rows = rows * weights[some].astype(rows.dtype).reshape([-1, 1, 1, 1])
                 part = self._product(*(x.transpose([1, 2, 0, 3]).flatten(2) for x in (rows, cols)))
             total.add_(part.reshape(self.shape))
         return total
@@ -201,19 +203,21 @@ class Unfolded(Factor):
         return Unfolded(picked, self.groups, self.shape)
 
     def formed_or_lazy(self) -> Factor:
-        """The gradients themselves where they take no more than what would have to be kept for them instead."""
+        """The gradients themselves where they take no more than twice what would have to be kept for them instead.
+
+        The columns are then made once; later, once for the norms and once for the sum.
+        """
         kept = sum(math.prod(x.shape[1:]) for use in self.uses for x in (use.left, use.right))
-        return Dense(self.per_sample()) if math.prod(self.shape) <= kept else self
+        return Dense(self.per_sample()) if math.prod(self.shape) <= 2 * kept else self
 
     def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Samples, with their rows [n, groups, k, T] and columns [n, groups, c, T] over the positions of all uses."""
-        positions = sum(use.positions for use in self.uses)
-        size = max(1, _CHUNK_ELEMENTS // max(1, self.groups * self.cols * positions))
-        for start in range(0, self.batch if positions else 0, size):
+        size = max(1, _CHUNK_ELEMENTS // max(1, self.groups * self.cols * self.positions))
+        for start in range(0, self.batch if self.positions else 0, size):
             some = slice(start, min(start + size, self.batch))
             made = [use.products(use.left[some], use.right[some]) for use in self.uses]
             rows, cols = (parts[0] if len(parts) == 1 else paddle.concat(parts, axis=2) for parts in zip(*made))
-            split = [some.stop - start, self.groups, -1, positions]
+            split = [some.stop - start, self.groups, -1, self.positions]
             yield some, (rows.reshape(split), cols.reshape(split))
 
     def _over_chunks(self, of: Callable[[Tensor, Tensor], Tensor], shape: list[int]) -> Tensor:
@@ -223,8 +227,8 @@ class Unfolded(Factor):
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def _product(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """rows · colsᵀ; the tall factor first, which the CPU's product of narrow matrices is much faster at."""
-        if self.cols <= self.rows:
+        """rows · colsᵀ; as the transpose of cols · rowsᵀ where rows are few, which the CPU is faster at."""
+        if min(self.cols, _NARROW) <= self.rows:
             return paddle.matmul(rows, cols, transpose_y=True)
         product = paddle.matmul(cols, rows, transpose_y=True)
         return product.transpose([*range(product.ndim - 2), product.ndim - 1, product.ndim - 2])
@@ -233,8 +237,8 @@ class Unfolded(Factor):
         return self._product(rows, cols).reshape([rows.shape[0], *self.shape])
 
     def _norms_of(self, rows: Tensor, cols: Tensor) -> Tensor:
-        n, groups, _, positions = rows.shape
-        if positions * (self.rows + self.cols) > self.rows * self.cols:
+        n, groups = rows.shape[:2]
+        if self.positions * (self.rows + self.cols) > self.rows * self.cols:
             return kernels.row_squared_norms(self._formed(rows, cols))
         # Few positions and a large kernel: Gram matrices are smaller than gradients.
         by_position = (x.flatten(0, 1).transpose([0, 2, 1]) for x in (cols, rows))

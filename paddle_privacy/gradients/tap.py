@@ -377,6 +377,8 @@ class Tap(LayerHooks):
                 if not isinstance(factor, (Factor, Tensor)):
                     factor = factor()
                 group.add(key, Dense(factor) if isinstance(factor, Tensor) else factor, self.path)
+            # The hook lives as long as the graph; an input that no factor has kept can go now.
+            call.inputs = ()
             if call.layer is not None:
                 keys = list(call.wanted.values())
                 if capture.uses.arrived(call.layer, keys) and capture.on_layer is not None:

@@ -27,26 +27,30 @@ def layer_norm(layer: nn.LayerNorm, inputs: tuple, output_grad: Tensor) -> dict[
     return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
 
 
-def channels_last_positions(x: Tensor, data_format: str) -> Tensor:
-    """[B, C, *] or [B, *, C] -> [B, T, C]."""
-    if data_format in ("NCHW", "NCL", "NCDHW", "NC"):
-        x = x.reshape([x.shape[0], x.shape[1], -1])
-        return x.transpose([0, 2, 1])
-    return x.reshape([x.shape[0], -1, x.shape[-1]])
-
-
 @register_grad_rule(nn.GroupNorm, input_free=["bias"])
 def group_norm(layer: nn.GroupNorm, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """Wu and He 2018."""
-    g = channels_last_positions(widen(output_grad), layer._data_format)
+    g = widen(output_grad)
+    channels_first = layer._data_format in ("NCHW", "NCL", "NCDHW", "NC")
+    batch, channels = g.shape[0], g.shape[1 if channels_first else -1]
+    positions = math.prod(g.shape[1:]) // channels
+
+    def sums(x: Tensor) -> Tensor:
+        shape = [batch, channels, positions] if channels_first else [batch, positions, channels]
+        return x.reshape(shape).sum(axis=2 if channels_first else 1)
 
     def weight() -> Dense:
-        normalised = F.group_norm(
-            widen(inputs[0]), layer._num_groups, epsilon=layer._epsilon, data_format=layer._data_format
+        x = widen(inputs[0])
+        if not channels_first:
+            return Dense(sums(F.group_norm(x, layer._num_groups, layer._epsilon, data_format=layer._data_format) * g))
+        # A group's channels lie together, so that it is one long row for the kernel that normalises rows.
+        rows = [batch * layer._num_groups, 1, channels // layer._num_groups * positions]
+        products, _ = kernels.norm_layer_sums(
+            x.reshape(rows), g.reshape(rows), layer._epsilon, centered=True, with_bias=False
         )
-        return Dense((channels_last_positions(normalised, layer._data_format) * g).sum(axis=1))
+        return Dense(sums(products))
 
-    return {"weight": weight, "bias": lambda: Dense(g.sum(axis=1))}
+    return {"weight": weight, "bias": lambda: Dense(sums(g))}
 
 
 def _instance_norm_refuses(layer: nn.Layer) -> str | None:
