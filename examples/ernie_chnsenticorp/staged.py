@@ -46,7 +46,9 @@ def stage_one(args: argparse.Namespace, data: reviews.Reviews, folder: RunFolder
     alone.non_private, alone.accountant, alone.ema = True, "rdp", None
     alone.data = args.data if args.non_private else args.staged_data or args.data
     alone.clip_norm_data = args.clip_norm_data or (alone.data if args.clip_norm == "auto" else None)
-    print(f"stage 1: clipping without noise on the {'private' if not rows.public else 'public'} rows of {alone.data}")
+    print(f"stage 1: clipping without noise on {alone.data}; nothing of it is kept but {folder.path / RECORD}")
+    if args.non_private and not data.public:
+        print(f"warning: this stage is NOT PRIVATE: no ε covers what it tells of the training rows of {args.data}")
     with tempfile.TemporaryDirectory() as unused:
         task = prepare(alone, Path(unused), rows)
     training = Training(*private_optimizer(alone, task, None, noise_multiplier=0.0))

@@ -34,14 +34,14 @@ def small_folder(tmp_path, mini):
 
 @pytest.fixture
 def run(small_folder, tmp_path, capsys, monkeypatch):
-    def start(*flags, data=small_folder, outputs=False):
+    def start(*flags, data=small_folder, output=tmp_path / "run", outputs=False):
         """With the quickest accountant, and the report only where it is asked for: they take most of a small run."""
-        output = tmp_path / "run"
         if not outputs:
             monkeypatch.setattr("outputs.write_outputs", lambda *run: [])
+        where = [] if "--resume" in flags else ["--data", str(data), "--output", str(output), "--accountant", "rdp"]
         import train
 
-        code = train.main(["--data", str(data), "--output", str(output), "--accountant", "rdp", *flags])
+        code = train.main([*where, *map(str, flags)])
         captured = capsys.readouterr()
         return code, output, captured.out + captured.err
 
