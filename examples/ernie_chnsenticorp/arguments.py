@@ -57,6 +57,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompt", default="很[MASK]。", help="what --strategy prompt puts before a text (default 很[MASK]。)")
     add("--label-words", type=_words, metavar="W,W", help="one word a label, sorted as the labels (default 差,好)")
     add("--freeze-layers", type=_layers, metavar="K", help="freeze the embeddings and the first K encoder layers")
+    add("--state-cache", type=Path, metavar="DIR", help="keep what frozen layers make of the rows, for further runs")
     add("--physical-batch-size", type=_count, help="rows per forward pass; bounds memory, changes nothing else *")
     add("--clipping", choices=CLIPPINGS, default="flat", help="how gradients are clipped (default flat)")
     add("--accountant", choices=ACCOUNTANTS, default="pld", help="pld (default) is the tightest")

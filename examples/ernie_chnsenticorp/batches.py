@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from paddle.io import Dataset
+from paddle.io import BatchSampler, Dataset
 
 Row = tuple[Any, int]
 Join = Callable[[Sequence[Row]], Any]
@@ -53,6 +53,33 @@ def shortest_first(rows: EncodedRows) -> EncodedRows:
     """The same rows in order of length: pieces of a batch, which keep the rows' order, then hold little padding."""
     order = sorted(range(len(rows)), key=lambda row: len(rows.inputs[row]))
     return EncodedRows([rows.inputs[row] for row in order], [rows.labels[row] for row in order])
+
+
+class ShuffledByLength(BatchSampler):
+    """Every row once an epoch in random batches of ``batch_size`` rows of similar length, for training without privacy.
+
+    The rows are shuffled, sorted by length within pools of many batches, and the batches shuffled.
+    """
+
+    POOL = 16
+
+    def __init__(self, rows: EncodedRows, batch_size: int, seed: int) -> None:
+        self._lengths = np.array([len(row) for row in rows.inputs])
+        self._random = np.random.default_rng(seed)
+        super().__init__(rows, batch_size=batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._random.permutation(len(self._lengths))
+        pool = self.POOL * self.batch_size
+        batches = []
+        for start in range(0, len(order), pool):
+            chosen = order[start : start + pool]
+            chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
+            batches += [
+                chosen[first : first + self.batch_size].tolist() for first in range(0, len(chosen), self.batch_size)
+            ]
+        for batch in self._random.permutation(len(batches)):
+            yield batches[batch]
 
 
 def by_length(rows: EncodedRows, size: int) -> list[list[int]]:

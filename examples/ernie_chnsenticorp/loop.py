@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import paddle
 from averaging import MovingAverage
+from batches import ShuffledByLength
 from evaluation import evaluate
 from paddle.io import DataLoader
 from paddle.nn import functional as F
@@ -164,7 +165,8 @@ def private_optimizer(
 
 def plain_optimizer(args: argparse.Namespace, task: Task) -> tuple[Any, Any, Any]:
     """Shuffled batches, Paddle's own optimizer, and its learning rate."""
-    loader = DataLoader(task.train, batch_size=args.batch_size, shuffle=True, collate_fn=cast(Any, task.join))
+    batches = ShuffledByLength(task.train, args.batch_size, args.seed)
+    loader = DataLoader(task.train, batch_sampler=batches, collate_fn=cast(Any, task.join))
     schedule = linear_decay(args.learning_rate, args.epochs * len(loader))
     make = {
         "adamw": paddle.optimizer.AdamW,

@@ -42,11 +42,32 @@ class Upper(nn.Layer):
         """
         if len(self.layers) == 0:
             return self.head(states[:, 0])
-        padding = paddle.arange(states.shape[1]).unsqueeze(0) >= lengths.unsqueeze(1)
-        mask = (padding.astype(states.dtype) * -1e4).unsqueeze([1, 2])
+        return self.scores(states, paddle.arange(states.shape[1]).unsqueeze(0) >= lengths.unsqueeze(1))
+
+    def scores(self, states: paddle.Tensor, padding: paddle.Tensor) -> paddle.Tensor:
+        """From states ``[B, T, d]``; ``padding`` is bool ``[B, T]``."""
+        mask = _attention_mask(padding)
         for layer in list(self.layers)[:-1]:
             states = layer(states, mask)
         return self.head(_at_position(self.layers[-1], states, mask, self.position))
+
+
+class Whole(Upper):
+    """The embeddings, all encoder layers and the head."""
+
+    def __init__(self, model: Any, head: nn.Layer, position: int) -> None:
+        super().__init__(model, head, 0, position)
+        self.embeddings = model.base_model.embeddings
+        self.pad_id = model.config.pad_token_id
+
+    def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:  # type: ignore[override]  # nothing was run before
+        """Scores ``[B, classes]`` from token ids ``[B, T]``."""
+        return self.scores(self.embeddings(input_ids=input_ids), input_ids == self.pad_id)
+
+
+def _attention_mask(padding: paddle.Tensor) -> paddle.Tensor:
+    """What is added to attention scores, ``[B, 1, 1, T]``: -1e4, as in PaddleNLP, where there is no token."""
+    return (padding.astype("float32") * -1e4).unsqueeze([1, 2])
 
 
 def _at_position(layer: nn.Layer, states: paddle.Tensor, mask: paddle.Tensor, position: int) -> paddle.Tensor:
@@ -91,19 +112,6 @@ class WordHead(nn.Layer):
         return paddle.matmul(state, self._weight, transpose_y=True) + self._bias
 
 
-class WordClassifier(nn.Layer):
-    """Tokens ``[B, T]`` with [MASK] at ``position`` to scores ``[B, classes]`` through a :class:`WordHead`."""
-
-    def __init__(self, model: Any, head: WordHead, position: int) -> None:
-        super().__init__()
-        self.encoder = model.base_model
-        self.head = head
-        self.position = position
-
-    def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:
-        return self.head(self.encoder(input_ids)[0][:, self.position])
-
-
 def frozen_states(model: Any, rows: EncodedRows, pad_id: int, layers: int, position: int) -> EncodedRows:
     """In place of each row's tokens, what the first ``layers`` encoder layers make of them, float32 ``[T, d]``.
 
@@ -119,7 +127,7 @@ def frozen_states(model: Any, rows: EncodedRows, pad_id: int, layers: int, posit
         for chosen in by_length(rows, BATCH):
             (input_ids,), _ = join([rows[row] for row in chosen])
             ids = paddle.to_tensor(input_ids)
-            mask = ((ids == pad_id).astype("float32") * -1e4).unsqueeze([1, 2])
+            mask = _attention_mask(ids == pad_id)
             output = base.embeddings(input_ids=ids)
             for layer in frozen[:-1] if only else frozen:
                 output = layer(output, mask)

@@ -83,20 +83,35 @@ def choose_parameters(model: Any, strategy: str, frozen_layers: int | None) -> N
 
 
 def build_network(model: Any, prompt: Prompt | None, frozen_layers: int | None) -> Any:
-    """What maps a batch's inputs to scores. From the model itself, or from the output of its frozen layers."""
+    """What maps a batch's inputs to scores: from tokens, or from the output of the frozen layers.
+
+    Raises:
+        ernie.ModelError: layers are frozen in a model whose parts are not where ERNIE has them.
+    """
     start = frozen_layers or 0
-    if prompt is not None:
-        head = network.WordHead(model, prompt.words)
+    position = network.FIRST if prompt is None else prompt.position
+    if prompt is None and not _is_like_ernie(model):
         if start:
-            return network.Upper(model, head, start, prompt.position)
-        return network.WordClassifier(model, head, prompt.position)
-    if not start:
+            raise ernie.ModelError(
+                f"--freeze-layers: {type(model).__name__} is not built like ERNIE (embeddings, post-norm encoder, "
+                "pooler, classifier); leave it out"
+            )
         return model
-    if not all(hasattr(part, name) for part, name in ((model.base_model, "pooler"), (model, "classifier"))):
-        raise ernie.ModelError(
-            f"--freeze-layers: {type(model).__name__} has no pooler and classifier of ERNIE's kind; leave it out"
-        )
-    return network.Upper(model, network.PoolerHead(model), start, network.FIRST)
+    head = network.PoolerHead(model) if prompt is None else network.WordHead(model, prompt.words)
+    return network.Upper(model, head, start, position) if start else network.Whole(model, head, position)
+
+
+def _is_like_ernie(model: Any) -> bool:
+    from paddle import nn
+
+    base = model.base_model
+    layers = getattr(getattr(base, "encoder", None), "layers", [])
+    return (
+        all(hasattr(base, part) for part in ("embeddings", "pooler"))
+        and all(hasattr(model, part) for part in ("dropout", "classifier"))
+        and len(layers) > 0
+        and all(isinstance(layer, nn.TransformerEncoderLayer) and not layer.normalize_before for layer in layers)
+    )
 
 
 def plain_model(model: Any) -> Any:

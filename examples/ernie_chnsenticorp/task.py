@@ -15,6 +15,7 @@ import reviews
 import strategies
 from batches import EncodedRows, Join, pad_states, pad_tokens, shortest_first
 from network import FIRST, frozen_states
+from state_cache import cached_states
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,13 @@ def prepare(args: argparse.Namespace, model_folder: Path, data: reviews.Reviews)
         if not frozen:
             return encoded
         position = prompt.position if prompt else FIRST
-        return frozen_states(model, encoded, tokenizer.pad_token_id, frozen, position)
+
+        def compute() -> EncodedRows:
+            return frozen_states(model, encoded, tokenizer.pad_token_id, frozen, position)
+
+        if args.state_cache is None:
+            return compute()
+        return cached_states(args.state_cache, model, encoded, frozen, position, compute)
 
     train = shortest_first(encode(train_rows))
     bound = args.clip_norm
