@@ -48,6 +48,32 @@ def run(small_folder, tmp_path, capsys, monkeypatch):
     return start
 
 
+@pytest.fixture
+def begun(monkeypatch):
+    """What each training starts from: weights, averages, learning rate, steps. Not that of stage 1."""
+    import loop
+    import staged  # noqa: F401 - takes hold of the loop before it is replaced
+
+    train, seen = loop.train, []
+
+    def remembering(args, task, training, *rest):
+        seen.append(
+            {
+                "weights": [p.numpy().copy() for p in task.trained_parameters],
+                "averages": [] if training.average is None else [a.numpy().copy() for a in training.average.average],
+                "averaged": 0 if training.average is None else training.average.steps,
+                "rate": training.optimizer.get_lr(),
+                "steps": training.steps_taken,
+            }
+        )
+        ended = train(args, task, training, *rest)
+        seen[-1]["after"] = [p.numpy().copy() for p in task.trained_parameters]
+        return ended
+
+    monkeypatch.setattr(loop, "train", remembering)
+    return seen
+
+
 def read(folder, name):
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
