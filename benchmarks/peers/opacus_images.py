@@ -21,7 +21,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "image_classification"))
-from images import load  # noqa: E402
+from images import load
 
 
 def mlp(size: int) -> nn.Module:

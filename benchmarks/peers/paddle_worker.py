@@ -9,8 +9,8 @@ from pathlib import Path
 from turns import resident_peak, take_turns
 
 sys.path.append(str(Path(__file__).parents[1]))
-from measure import stepper  # noqa: E402
-from workloads import ROWS, Row, big_embedding  # noqa: E402
+from measure import stepper
+from workloads import ROWS, Row, big_embedding
 
 # Small enough for Opacus's hooks.
 ROWS = {**ROWS, "embedding-1e4": Row(lambda: big_embedding(1024, rows=10_000), 1024)}

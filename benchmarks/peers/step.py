@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).parent
 # What Opacus can run of each row (see torch_workloads.py).
@@ -42,8 +43,8 @@ PAUSE = 0.3
 class Worker:
     """A process that runs one kind of step whenever it is asked to."""
 
-    def __init__(self, command: list[str]):
-        self._errors = tempfile.TemporaryFile("w+")
+    def __init__(self, command: list[str], errors: IO[str]):
+        self._errors = errors
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -84,14 +85,24 @@ def measure(row: str, peer: str, repetitions: int) -> list[dict]:
     }
     for mode in ROWS[row]:
         commands[f"Opacus, {mode}"] = [peer, str(HERE / "opacus_worker.py"), row, mode]
-    workers = {name: Worker(command) for name, command in commands.items()}
+    with tempfile.TemporaryFile("w+") as errors:
+        workers = {name: Worker(command, errors) for name, command in commands.items()}
+        resident = _take_turns(workers, repetitions)
+    return _compare(row, workers, resident)
+
+
+def _take_turns(workers: dict[str, Worker], repetitions: int) -> dict[str, float]:
+    """Steps of all workers, each time another one first; the peak memory of each in MiB."""
     order = list(workers)
     for _ in range(repetitions):
         for name in order:
             time.sleep(PAUSE)
             workers[name].step()
         order = order[1:] + order[:1]
-    resident = {name: worker.finish() for name, worker in workers.items()}
+    return {name: worker.finish() for name, worker in workers.items()}
+
+
+def _compare(row: str, workers: dict[str, Worker], resident: dict[str, float]) -> list[dict]:
     found = []
     for name, worker in workers.items():
         base = "Paddle, plain" if name in ("Paddle, plain", "paddle_privacy") else "PyTorch, plain"

@@ -33,7 +33,7 @@ class Images:
 
 
 def load(data: str | None) -> Images:
-    """``data``: a folder with Fashion-MNIST's (or MNIST's) four ``idx-ubyte.gz`` files, ``"digits"``, or None: Debian's."""
+    """``data``: a folder with the four ``idx-ubyte.gz`` files, ``"digits"``, or None for Debian's Fashion-MNIST."""
     if data == "digits":
         return _digits()
     folder = DEBIAN if data is None else Path(data)
