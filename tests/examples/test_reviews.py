@@ -37,6 +37,7 @@ def test_quotes_are_text(small_folder):
     "name, content, message",
     [
         ("train.tsv", None, "train.tsv: no such file"),
+        ("dev.tsv", None, r"dev.tsv: no such file; .* Nothing is split off"),
         ("dev.tsv", "text\n好\n", "columns label and text_a"),
         ("dev.tsv", "label\ttext_a\n1\t好\t多\n", "line 2: 3 columns where the header has 2"),
         ("test.tsv", "label\ttext_a\n", "no rows"),
@@ -50,6 +51,18 @@ def test_malformed_files_are_named(small_folder, name, content, message):
     if content is not None:
         path.write_text(content, encoding="utf-8")
     with pytest.raises(reviews.DataError, match=message):
+        reviews.load(str(small_folder))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(small_folder):
+    path = small_folder / "dev.tsv"
+    path.write_bytes(b"\xef\xbb\xbf" + "label\ttext_a\r\n1\t好\r\n".encode())
+    assert reviews.load(str(small_folder)).dev == [("好", 1)]
+
+
+def test_another_encoding_is_named(small_folder):
+    (small_folder / "dev.tsv").write_bytes("label\ttext_a\n1\t好\n".encode("gbk"))
+    with pytest.raises(reviews.DataError, match="dev.tsv: not UTF-8 .* at byte 15"):
         reviews.load(str(small_folder))
 
 

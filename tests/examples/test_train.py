@@ -181,6 +181,67 @@ def test_interrupt_saves_what_was_trained(run, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_three_classes_with_names_of_their_own(run, tmp_path, mini):
+    import ernie
+
+    data, names = tmp_path / "topics", ["体育", "科技", "财经"]
+    data.mkdir()
+    rows = [(names[number % 3], text) for number, (text, _) in enumerate(mini["train"][:240])]
+    for split, part in (("train", rows[:180]), ("dev", rows[180:210]), ("test", rows[210:])):
+        lines_ = "".join(f"{text}\t{label}\n" for label, text in part)
+        (data / f"{split}.tsv").write_text("text\tlabel\n" + lines_, encoding="utf-8")
+    code, folder, _ = run("--batch-size", "60", "--epochs", "1", data=data)
+    assert code == 0
+    config = read(folder, "model/config.json")
+    assert {int(number): name for number, name in config["id2label"].items()} == dict(enumerate(sorted(names)))
+    model, _ = ernie.load(str(folder / "model"), 3, 0.0, tmp_path / "again")
+    assert [model.config.id2label[number] for number in range(3)] == sorted(names)
+    assert model.config.label2id == {name: number for number, name in enumerate(sorted(names))}
+    assert model.classifier.weight.shape[-1] == 3
+
+
+def test_report_and_plots(run):
+    code, folder, shown = run(*PRIVATE, "--accountant", "pld", outputs=True)
+    assert code == 0
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"tiny on {folder.parent / 'data'}" in report
+    assert "one row of the training set" in report
+    accuracy = read(folder, "summary.json")["test_accuracy"]
+    assert "test accuracy" in report
+    assert f"{accuracy:.3g}".rstrip("0") in report
+    for name in ("accuracy.png", "epsilon.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for name in ("report.html", "accuracy.png", "epsilon.png", "ledger.jsonl", "model", "metrics.jsonl"):
+        assert name in shown
+
+
+def test_plots_show_what_the_folder_holds(run, monkeypatch):
+    import outputs
+
+    drawn = {}
+    monkeypatch.setattr(outputs, "_line_chart", lambda path, points, *rest, **more: drawn.update({path.name: points}))
+    monkeypatch.setattr(outputs, "_report", lambda *run: None)
+    _, folder, _ = run(*PRIVATE, outputs=True)
+    metrics = lines(folder / "metrics.jsonl")
+    assert drawn["accuracy.png"] == [(m["epoch"], 100 * m["dev_accuracy"]) for m in metrics]
+    assert [step for step, _ in drawn["epsilon.png"]] == list(range(1, 13))
+    assert drawn["epsilon.png"][5][1] == metrics[0]["epsilon"]
+    assert drawn["epsilon.png"][11][1] == metrics[1]["epsilon"]
+
+
+def test_a_run_is_complete_without_matplotlib_and_jinja2(run, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, folder, shown = run("--batch-size", "150", "--epochs", "1", outputs=True)
+    assert code == 0
+    for name in ("report", "accuracy plot", "ε plot"):
+        assert f"no {name}: " in shown
+    assert read(folder, "summary.json")["ended"] == "completed"
+    assert not (folder / "report.html").exists()
+
+
 def test_an_earlier_run_is_not_overwritten(run):
     run("--non-private", "--epochs", "1")
     code, _, shown = run("--non-private", "--epochs", "1")
@@ -188,13 +249,23 @@ def test_an_earlier_run_is_not_overwritten(run):
     assert "is not empty" in shown
 
 
-def test_missing_model_files_are_named(run, tmp_path):
+@pytest.mark.parametrize(
+    "present, message",
+    [
+        (["vocab.txt", "model_state.pdparams"], "config.json or model_config.json is missing from this directory"),
+        (["config.json", "model.safetensors"], "vocab.txt is missing from this directory"),
+        (["model_config.json", "vocab.txt"], "model_state.pdparams or model.safetensors is missing"),
+        (None, "no such directory"),
+    ],
+)
+def test_missing_model_files_are_named(run, tmp_path, present, message):
     folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    for name in present or ():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
     code, _, shown = run("--model", str(folder))
     assert code == 2
-    assert "vocab.txt is missing" in shown
+    assert f"--model {folder}: {message}" in shown
 
 
 def test_a_hub_that_cannot_be_reached(run, monkeypatch):
