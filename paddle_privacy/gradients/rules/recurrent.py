@@ -10,7 +10,8 @@ direction at a time, and a backward that computes the gates of all steps in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -19,6 +20,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from paddle_privacy.gradients.factors import Dense, Outer, widen
+from paddle_privacy.gradients.rules.linear import sum_over_positions
 from paddle_privacy.gradients.rules.registry import Lazy, register_grad_rule
 
 FUSED = (nn.SimpleRNN, nn.LSTM, nn.GRU)
@@ -30,14 +32,13 @@ FUSED = (nn.SimpleRNN, nn.LSTM, nn.GRU)
 class Gates:
     """The derivatives of one kind of cell, linearised at given pre-activations.
 
-    `h` and `c` are the state before the step(s). :meth:`back` maps the gradients of the state after a step to those of
-    v and of the state before it; :meth:`input_side` gives the gradient of u.
+    :meth:`back` maps the gradients of the state after a step to those of v and of the state before it;
+    :meth:`input_side` gives the gradient of u where the cell is `coupled`: where u and v enter otherwise than by their
+    sum. Only what these read is held.
     """
 
     read_by_step: tuple[str, ...] = ()
-
-    def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None):
-        self.h, self.c = h, c
+    coupled = False
 
     def back(self, t: Any, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(∂v, the part of ∂h₋ that does not come through v, ∂c₋) at step `t`."""
@@ -48,9 +49,9 @@ class Gates:
         for name in self.read_by_step:
             setattr(self, name, getattr(self, name).unbind(0))
 
-    def input_side(self, dv: Tensor, dh: Tensor) -> Tensor:
-        """∂u; equal to ∂v except in a GRU."""
-        return dv
+    def input_side(self, dh: Tensor) -> Tensor:
+        """∂u."""
+        raise AssertionError("equal to that of v")
 
 
 class SimpleGates(Gates):
@@ -58,12 +59,10 @@ class SimpleGates(Gates):
 
     read_by_step = ("slope",)
 
-    def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None, relu: bool = False):
-        super().__init__(u, v, h, c)
-        if relu:
-            self.slope = (u + v > 0).astype(u.dtype)
-        else:
-            self.slope = 1.0 - paddle.tanh(u + v).square()
+    def __init__(self, sums: Iterator[tuple[Tensor, Tensor]], relu: bool = False):
+        u, v = next(sums)
+        z = u.add_(v)
+        self.slope = (z > 0).astype(z.dtype) if relu else 1.0 - z.tanh_().square_()
 
     def back(self, t: Any, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return dh * self.slope[t], None, None
@@ -74,67 +73,91 @@ class LSTMGates(Gates):
 
     read_by_step = ("cell_slope", "slopes", "forget")
 
-    def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor, after: Tensor | None = None):
-        super().__init__(u, v, h, c)
-        i, f, g, o = (u + v).chunk(4, axis=-1)
-        i, self.forget, o, g = F.sigmoid(i), F.sigmoid(f), F.sigmoid(o), paddle.tanh(g)
-        if after is None:
-            after = self.forget * c + i * g
-        squashed = paddle.tanh(after)
-        self.cell_slope = o * (1.0 - squashed.square())
+    def __init__(self, sums: Iterator[tuple[Tensor, Tensor]], c: Tensor, sequence: bool):
+        """`c` is the state before the step or, of a sequence, before its first step."""
+        i, f, g, o = (u.add_(v) for u, v in sums)
+        i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+        update = i * g
+        if sequence:
+            states = _cell_states(f, update, c)
+            before, squashed = states[:-1], paddle.tanh(states[1:])
+        else:
+            before, squashed = c, paddle.tanh(update + f * c)
+        self.forget = f
         self.hidden = o * squashed
-        f = self.forget
-        self.slopes = paddle.concat(
-            [g * i * (1.0 - i), c * f * (1.0 - f), i * (1.0 - g.square()), squashed * o * (1.0 - o)], axis=-1
-        )
+        self.cell_slope = o - self.hidden * squashed
+        # In place where the operand has been read for the last time.
+        di = update - update * i
+        df = (f - f.square()).multiply_(before)
+        dg = i.subtract_(update.multiply_(g))
+        do = self.hidden - self.hidden * o
+        self.slopes = paddle.concat([di, df, dg, do], axis=-1)
 
     def back(self, t: Any, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dc = dh * self.cell_slope[t] + dc if dc is not None else dh * self.cell_slope[t]
-        return paddle.concat([dc, dc, dc, dh], axis=-1) * self.slopes[t], None, dc * self.forget[t]
+        return paddle.concat([dc, dc, dc, dh], axis=-1).multiply_(self.slopes[t]), None, dc * self.forget[t]
 
 
 class GRUGates(Gates):
     """h = z h₋ + (1 − z) tanh(uₙ + σ(r) vₙ) (Cho et al. 2014, reset after the product; gate order r, z, n)."""
 
     read_by_step = ("slopes", "keep")
+    coupled = True
 
-    def __init__(self, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None):
-        super().__init__(u, v, h, c)
-        (ur, uz, un), (vr, vz, vn) = u.chunk(3, axis=-1), v.chunk(3, axis=-1)
-        r, self.keep = F.sigmoid(ur + vr), F.sigmoid(uz + vz)
-        n = paddle.tanh(un + r * vn)
-        candidate = (1.0 - self.keep) * (1.0 - n.square())
-        update = (h - n) * self.keep * (1.0 - self.keep)
-        reset = candidate * vn * r * (1.0 - r)
+    def __init__(self, sums: Iterator[tuple[Tensor, Tensor]], h: Tensor):
+        (ur, vr), (uz, vz), (un, vn) = sums
+        r, self.keep = ur.add_(vr).sigmoid_(), uz.add_(vz).sigmoid_()
+        n = un.add_(r * vn).tanh_()
+        candidate = (1.0 - self.keep).multiply_(1.0 - n.square())
+        update = (h - n).multiply_(self.keep - self.keep.square())
+        reset = (r - r.square()).multiply_(vn).multiply_(candidate)
         self.input_slopes = paddle.concat([reset, update, candidate], axis=-1)
-        self.slopes = paddle.concat([reset, update, candidate * r], axis=-1)
+        self.slopes = paddle.concat([reset, update, candidate.multiply_(r)], axis=-1)
 
     def back(self, t: Any, dh: Tensor, dc: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return paddle.concat([dh, dh, dh], axis=-1) * self.slopes[t], dh * self.keep[t], None
+        return paddle.concat([dh, dh, dh], axis=-1).multiply_(self.slopes[t]), dh * self.keep[t], None
 
-    def input_side(self, dv: Tensor, dh: Tensor) -> Tensor:
-        return paddle.concat([dh, dh, dh], axis=-1) * self.input_slopes
+    def input_side(self, dh: Tensor) -> Tensor:
+        return paddle.concat([dh, dh, dh], axis=-1).multiply_(self.input_slopes)
 
 
-def gates(mode: str, u: Tensor, v: Tensor, h: Tensor, c: Tensor | None) -> Gates:
+GATES = {"LSTM": 4, "GRU": 3}
+
+
+def gates(mode: str, x: Tensor, h: Tensor, c: Tensor | None, weights: Sequence[Tensor | None], sequence: bool) -> Gates:
+    """A cell linearised at inputs `x` and states `h`, for one step or for all steps of a sequence at once.
+
+    `c` is an LSTM's other state before the (first) step.
+    """
+    sums = pre_activations(GATES.get(mode, 1), x, h, weights)
     if mode == "LSTM":
         assert c is not None
-        return LSTMGates(u, v, h, c)
-    return GRUGates(u, v, h, c) if mode == "GRU" else SimpleGates(u, v, h, c, relu=mode == "RNN_RELU")
+        return LSTMGates(sums, c, sequence)
+    return GRUGates(sums, h) if mode == "GRU" else SimpleGates(sums, relu=mode == "RNN_RELU")
+
+
+def pre_activations(
+    count: int, x: Tensor, h: Tensor, weights: Sequence[Tensor | None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(u, v) of one gate after the other, in memory of their own."""
+    split = [[None] * count if w is None else w.chunk(count) for w in weights]
+    for weight_ih, weight_hh, bias_ih, bias_hh in zip(*split):
+        yield affine(x, weight_ih, bias_ih), affine(h, weight_hh, bias_hh)
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = paddle.matmul(x, weight, transpose_y=True)
-    return y if bias is None else y + bias
+    return y if bias is None else y.add_(bias)
 
 
 def products(du: Tensor, dv: Tensor, x: Tensor, h: Tensor) -> dict[str, Lazy]:
     """The factors of a cell's four parameters from [B, T, ·] tensors."""
+    input_sum = functools.lru_cache(maxsize=None)(lambda: Dense(sum_over_positions(du)))
     return {
         "weight_ih": lambda: Outer(du, x),
         "weight_hh": lambda: Outer(dv, h),
-        "bias_ih": lambda: Dense(widen(du).sum(axis=1)),
-        "bias_hh": lambda: Dense(widen(dv).sum(axis=1)),
+        "bias_ih": input_sum,
+        "bias_hh": input_sum if dv is du else lambda: Dense(sum_over_positions(dv)),
     }
 
 
@@ -157,9 +180,10 @@ def cell(layer: Any, inputs: tuple, output_grad: Any) -> dict[str, Lazy]:
         h, c = (states if states is not None else paddle.zeros([batch, layer.hidden_size], x.dtype)), None
         dh, dc = output_grad[0], None
     h = widen(h)
-    u = affine(x, widen(layer.weight_ih), layer.bias_ih)
-    v = affine(h, widen(layer.weight_hh), layer.bias_hh)
-    linearised = gates(mode, u, v, h, c if c is None else widen(c))
+    weights = [
+        None if w is None else widen(w) for w in (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
+    ]
+    linearised = gates(mode, x, h, c if c is None else widen(c), weights, sequence=False)
     made: dict[str, Lazy] = {}
     if getattr(layer, "proj_size", 0):
         assert isinstance(linearised, LSTMGates)
@@ -170,8 +194,9 @@ def cell(layer: Any, inputs: tuple, output_grad: Any) -> dict[str, Lazy]:
         dh = paddle.matmul(widen(projected), widen(layer.weight_ho), transpose_y=True)
     dh = paddle.zeros([batch, layer.hidden_size], x.dtype) if dh is None else widen(dh)
     dv, _, _ = linearised.back(..., dh, None if dc is None else widen(dc))
-    du = linearised.input_side(dv, dh)
-    made.update(products(*(y.unsqueeze(1) for y in (du, dv, x, h))))
+    dv = dv.unsqueeze(1)
+    du = linearised.input_side(dh).unsqueeze(1) if linearised.coupled else dv
+    made.update(products(du, dv, x.unsqueeze(1), h.unsqueeze(1)))
     return made
 
 
@@ -221,7 +246,7 @@ class Recurrence(PyLayer):
     def backward(ctx: Any, *output_grads: Tensor) -> tuple:
         x, h0, c0, out = ctx.kept
         direction = ctx.direction
-        weight_ih, weight_hh, bias_ih, bias_hh = direction.weights
+        weight_ih, weight_hh = direction.weights[:2]
         steps = x.shape[0]
         dout, dh, dc = output_grads[0], output_grads[1], (output_grads[2] if ctx.has_cell else None)
         valid = None
@@ -231,8 +256,7 @@ class Recurrence(PyLayer):
             dout = paddle.where(valid, dout, paddle.zeros_like(dout))
         # Valid steps have valid predecessors, so the outputs are the states where it matters.
         before = paddle.concat([h0.unsqueeze(0), out[:-1]])
-        u, v = affine(x, weight_ih, bias_ih), affine(before, weight_hh, bias_hh)
-        linearised = gates(direction.mode, u, v, before, _cell_states(u + v, c0) if c0 is not None else None)
+        linearised = gates(direction.mode, x, before, c0, direction.weights, sequence=True)
         linearised.by_step()
         douts = dout.unbind(0)
         dvs: list[Tensor] = []
@@ -249,24 +273,29 @@ class Recurrence(PyLayer):
                 if dc is not None:
                     dc_before = paddle.where(valid[t], dc_before, dc)
             dvs.append(dv)
-            dhs.append(total)
+            if linearised.coupled:
+                dhs.append(total)
             dh, dc = dh_before, dc_before
-        dv_all = paddle.stack(dvs[::-1])
-        du = linearised.input_side(dv_all, paddle.stack(dhs[::-1]))
-        batch_first = (y.transpose([1, 0, 2]) for y in (du, dv_all, x, before))
-        direction.keep(direction.cell, products(*batch_first))
+        du = linearised.input_side(paddle.stack(dhs[::-1])) if linearised.coupled else None
+        # The derivatives go before the gradients of all steps are put together.
+        del linearised, dhs
+        dv_all = paddle.stack(dvs[::-1], axis=1)
+        del dvs
+        # Batch first, and laid out so: the factors read them twice.
+        x_all, before_all = (y.transpose([1, 0, 2]).contiguous() for y in (x, before))
+        du_all = dv_all if du is None else du.transpose([1, 0, 2]).contiguous()
+        direction.keep(direction.cell, products(du_all, dv_all, x_all, before_all))
         _, wants_x, *_ = ctx.wanted
-        made = [paddle.zeros([1], x.dtype), paddle.matmul(du, weight_ih) if wants_x else None, dh, dc]
+        dx = paddle.matmul(du_all, weight_ih).transpose([1, 0, 2]) if wants_x else None
+        made = [paddle.zeros([1], x.dtype), dx, dh, dc]
         return tuple(g if wants else None for g, wants in zip(made, ctx.wanted))
 
 
-def _cell_states(z: Tensor, c0: Tensor) -> Tensor:
-    """[T, B, H]: the LSTM's cell state before each step."""
-    i, f, g, _ = z.chunk(4, axis=-1)
-    forget, update = F.sigmoid(f).unbind(0), (F.sigmoid(i) * paddle.tanh(g)).unbind(0)
+def _cell_states(forget: Tensor, update: Tensor, c0: Tensor) -> Tensor:
+    """[T + 1, B, H]: the LSTM's cell state before each step and after the last, from [T, B, H]."""
     states = [c0]
-    for t in range(z.shape[0] - 1):
-        states.append(forget[t] * states[-1] + update[t])
+    for kept, added in zip(forget.unbind(0), update.unbind(0)):
+        states.append(kept * states[-1] + added)
     return paddle.stack(states)
 
 
