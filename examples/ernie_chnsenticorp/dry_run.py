@@ -45,7 +45,7 @@ def dry_run(args: argparse.Namespace) -> int:
     bound_unknown = args.clip_norm == "auto" and args.clip_norm_data is None
     if bound_unknown:
         args.clip_norm = 1.0  # any: what is printed does not depend on it
-    args.keep_duplicates = True  # the stand-ins have none
+    args.keep_duplicates, args.state_cache = True, None  # the stand-ins have none, and are not to be kept
     random_rows = stand_ins(data, args.max_length)
     with tempfile.TemporaryDirectory() as folder:
         task = prepare(args, Path(folder), random_rows)

@@ -37,6 +37,8 @@ def write_outputs(args: argparse.Namespace, folder: RunFolder, summary: dict[str
 def _report(args: argparse.Namespace, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     if not folder.ledger.is_file():
         return None
+    import jinja2  # noqa: F401 - before the report's figures are worked out, which takes seconds
+
     from paddle_privacy.report import collect, write_report
 
     # Dev and test rows are not the ledger's rows, so what is known of them may stand beside it.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from run_folder import RunFolder
     from task import Task
 
-CHANGEABLE = frozenset({"resume", "physical_batch_size"})
-"""Flags that may differ from the interrupted run's: how a batch is cut into pieces changes neither model nor ε."""
+CHANGEABLE = frozenset({"resume", "physical_batch_size", "state_cache"})
+"""Flags that may differ from the interrupted run's: they change neither what is trained nor ε."""
 
 
 class ResumeError(Exception):
@@ -50,6 +50,8 @@ def restored_flags(given: dict[str, Any], defaults: dict[str, Any], run: Path) -
                 f"{flags.get(name, defaults.get(name))} there, not {value}; leave it out, or start a new run"
             )
     kept = {name: given[name] for name in CHANGEABLE & given.keys()}
+    if flags.get("state_cache") is not None:
+        flags["state_cache"] = Path(flags["state_cache"])
     return argparse.Namespace(**{**defaults, **flags, **kept, "resume": run, "output": run})
 
 

@@ -78,10 +78,10 @@ def _timed_steps(task: Task, loader: Any, optimizer: Any) -> list[tuple[int, flo
         float(task.trained_parameters[0].sum())  # a device has finished the step when its result can be read
         ended = time.perf_counter()
         samples.append((len(labels), halfway - started, ended - halfway))
-        if ended - begun > ENOUGH_SECONDS:
+        # The first step also allocates, and does not count.
+        if len(samples) > 1 and ended - begun > ENOUGH_SECONDS:
             break
-    # The first step also allocates.
-    return samples[1:] or samples
+    return samples[1:]
 
 
 def _duration(work: Callable[[], Any]) -> float:

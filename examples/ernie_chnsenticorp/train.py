@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         # From here on the run can be resumed, also when it is killed in its first epoch.
         checkpoints.save()
     describe_plan(args, task, steps, training.optimizer)
+    earlier = training.seconds
 
     with ledger, Progress(steps, training.steps_taken) as progress:
         ended = train(args, task, training, progress, folder.append_metrics, checkpoints.save)
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if task.prompt is not None:
         folder.write_json("model/prompt.json", asdict(task.prompt))
     score = evaluate(task.network, task.test, task.join)
-    seconds = time.monotonic() - started
+    seconds = earlier + time.monotonic() - started
     summary = summarise(args, task, score, training.optimizer, ended, training.steps_taken, seconds)
     folder.write_json("summary.json", summary)
     if ended != "interrupted":

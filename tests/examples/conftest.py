@@ -17,8 +17,12 @@ def mini():
 
 @pytest.fixture
 def small_folder(tmp_path, mini):
+    return write_small_folder(tmp_path, mini)
+
+
+def write_small_folder(parent, mini):
     """train/dev/test.tsv with 300/60/60 rows of `mini`, three repeats, and one text under both labels."""
-    folder = tmp_path / "data"
+    folder = parent / "data"
     folder.mkdir()
     for name, size in (("train", 300), ("dev", 60), ("test", 60)):
         rows = mini[name][:size]

@@ -39,8 +39,15 @@ def interrupted(run, monkeypatch):
 
 @pytest.mark.parametrize("strategy", [(), ("--strategy", "head"), ("--strategy", "lora")])
 def test_an_interrupted_run_ends_as_a_straight_one(run, interrupted, begun, strategy, tmp_path):
-    _, folder, _ = interrupted(*PRIVATE, *strategy)
-    assert read(folder, "summary.json")["ended"] == "interrupted"
+    handler = signal.getsignal(signal.SIGINT)
+    code, folder, shown = interrupted(*PRIVATE, *strategy)
+    assert code == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert f"--resume {folder}" in shown
+    summary = read(folder, "summary.json")
+    assert (summary["ended"], summary["steps"]) == ("interrupted", 7)
+    assert 0 < summary["epsilon"] < 3
+    assert (folder / "model" / "config.json").is_file()
     config = read(folder, "config.json")
     code, _, shown = run("--resume", folder)
     assert code == 0

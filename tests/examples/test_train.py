@@ -1,21 +1,35 @@
 """train.py from the command line's arguments to the files of the run, a few real steps each."""
 
+import argparse
+import contextlib
+import io
 import math
-import os
-import signal
+import sys
 
 import numpy as np
 import pytest
-from conftest import lines, read
+from conftest import lines, read, write_small_folder
 
 from paddle_privacy.accounting import compute_epsilon
 
 PRIVATE = ("--batch-size", "50", "--epochs", "2", "--physical-batch-size", "32")
 
 
-def test_private_run(run):
-    code, folder, shown = run(*PRIVATE)
-    assert code == 0
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, mini):
+    """One private run with report and plots: its data, its folder and what it printed."""
+    import train
+
+    data = write_small_folder(tmp_path_factory.mktemp("finished"), mini)
+    folder = data.parent / "run"
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert train.main(["--data", str(data), "--output", str(folder), *PRIVATE]) == 0
+    return data, folder, shown.getvalue()
+
+
+def test_private_run(finished):
+    _, folder, shown = finished
     summary, config, metrics = (
         read(folder, "summary.json"),
         read(folder, "config.json"),
@@ -31,7 +45,11 @@ def test_private_run(run):
     assert [m["epoch"] for m in metrics] == [1, 2]
 
     expected = compute_epsilon(
-        noise_multiplier=summary["noise_multiplier"], sample_rate=50 / 299, steps=steps, delta=1e-5
+        noise_multiplier=summary["noise_multiplier"],
+        sample_rate=50 / 299,
+        steps=steps,
+        delta=1e-5,
+        accountant=summary["accountant"],
     )
     assert summary["epsilon"] == pytest.approx(expected, rel=1e-9)
     assert summary["epsilon"] <= 3.0
@@ -43,10 +61,10 @@ def test_private_run(run):
         assert name in shown
 
 
-def test_the_ledger_counts_every_step(run):
+def test_the_ledger_counts_every_step(finished):
     from paddle_privacy.verify.chain import read_ledger
 
-    _, folder, _ = run(*PRIVATE)
+    _, folder, _ = finished
     (recorded,) = read_ledger(folder / "ledger.jsonl").runs
     assert recorded.steps == 12
     assert recorded.closed
@@ -54,18 +72,48 @@ def test_the_ledger_counts_every_step(run):
     assert recorded.header["dataset_size"] == 299
 
 
-def test_the_saved_model_is_the_one_that_was_tested(run, small_folder):
+def test_the_saved_model_is_the_one_that_was_tested(finished, tmp_path):
     import ernie
     import evaluation
     import reviews
     from batches import EncodedRows, pad_tokens
 
-    _, folder, _ = run(*PRIVATE)
-    model, tokenizer = ernie.load(str(folder / "model"), 2, 0.0, folder / "again")
-    test = reviews.load(str(small_folder)).test
+    data, folder, _ = finished
+    model, tokenizer = ernie.load(str(folder / "model"), 2, 0.0, tmp_path)
+    test = reviews.load(str(data)).test
     rows = EncodedRows(ernie.encode(tokenizer, [text for text, _ in test], 48), [label for _, label in test])
     score = evaluation.evaluate(model, rows, pad_tokens(tokenizer.pad_token_id))
     assert score.accuracy == read(folder, "summary.json")["test_accuracy"]
+
+
+def test_report_and_plots(finished):
+    data, folder, shown = finished
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"tiny on {data}" in report
+    assert "one row of the training set" in report
+    assert "test accuracy" in report
+    assert f"{read(folder, 'summary.json')['test_accuracy']:.3g}".rstrip("0") in report
+    for name in ("accuracy.png", "epsilon.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for name in ("report.html", "accuracy.png", "epsilon.png", "ledger.jsonl", "model", "metrics.jsonl"):
+        assert name in shown
+
+
+def test_plots_show_what_the_folder_holds(finished, monkeypatch):
+    import outputs
+    from run_folder import RunFolder
+
+    _, path, _ = finished
+    drawn = {}
+    monkeypatch.setattr(outputs, "_line_chart", lambda path, points, *rest, **more: drawn.update({path.name: points}))
+    monkeypatch.setattr(outputs, "_report", lambda *run: None)
+    args = argparse.Namespace(**read(path, "config.json")["flags"])
+    outputs.write_outputs(args, RunFolder(path, resume=True), read(path, "summary.json"))
+    metrics = lines(path / "metrics.jsonl")
+    assert drawn["accuracy.png"] == [(m["epoch"], 100 * m["dev_accuracy"]) for m in metrics]
+    assert [step for step, _ in drawn["epsilon.png"]] == list(range(1, 13))
+    assert drawn["epsilon.png"][5][1] == metrics[0]["epsilon"]
+    assert drawn["epsilon.png"][11][1] == metrics[1]["epsilon"]
 
 
 def test_the_non_private_run_learns(run, small_folder):
@@ -151,34 +199,10 @@ def test_automatic_clip_norm_from_public_rows(run, monkeypatch):
 
 
 def test_duplicates_can_be_kept(run):
-    _, folder, shown = run(*PRIVATE, "--keep-duplicates")
+    _, folder, shown = run("--batch-size", "150", "--epochs", "1", "--keep-duplicates")
     assert read(folder, "config.json")["training_rows"] == 304
     assert "the commonest text stands 3 times" in shown
     assert "copies" not in read(folder, "summary.json")["unit"]
-
-
-def test_interrupt_saves_what_was_trained(run, monkeypatch):
-    import loop
-
-    evaluate, calls = loop.evaluate, []
-
-    def interrupting(*args):
-        if not calls:
-            os.kill(os.getpid(), signal.SIGINT)
-        calls.append(1)
-        return evaluate(*args)
-
-    monkeypatch.setattr(loop, "evaluate", interrupting)
-    before = signal.getsignal(signal.SIGINT)
-    code, folder, shown = run(*PRIVATE)
-    assert code == 0
-    summary = read(folder, "summary.json")
-    assert summary["ended"] == "interrupted"
-    assert summary["steps"] == 7
-    assert 0 < summary["epsilon"] < 3
-    assert (folder / "model" / "config.json").is_file()
-    assert f"--resume {folder}" in shown
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_three_classes_with_names_of_their_own(run, tmp_path, mini):
@@ -200,38 +224,7 @@ def test_three_classes_with_names_of_their_own(run, tmp_path, mini):
     assert model.classifier.weight.shape[-1] == 3
 
 
-def test_report_and_plots(run):
-    code, folder, shown = run(*PRIVATE, "--accountant", "pld", outputs=True)
-    assert code == 0
-    report = (folder / "report.html").read_text(encoding="utf-8")
-    assert f"tiny on {folder.parent / 'data'}" in report
-    assert "one row of the training set" in report
-    accuracy = read(folder, "summary.json")["test_accuracy"]
-    assert "test accuracy" in report
-    assert f"{accuracy:.3g}".rstrip("0") in report
-    for name in ("accuracy.png", "epsilon.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    for name in ("report.html", "accuracy.png", "epsilon.png", "ledger.jsonl", "model", "metrics.jsonl"):
-        assert name in shown
-
-
-def test_plots_show_what_the_folder_holds(run, monkeypatch):
-    import outputs
-
-    drawn = {}
-    monkeypatch.setattr(outputs, "_line_chart", lambda path, points, *rest, **more: drawn.update({path.name: points}))
-    monkeypatch.setattr(outputs, "_report", lambda *run: None)
-    _, folder, _ = run(*PRIVATE, outputs=True)
-    metrics = lines(folder / "metrics.jsonl")
-    assert drawn["accuracy.png"] == [(m["epoch"], 100 * m["dev_accuracy"]) for m in metrics]
-    assert [step for step, _ in drawn["epsilon.png"]] == list(range(1, 13))
-    assert drawn["epsilon.png"][5][1] == metrics[0]["epsilon"]
-    assert drawn["epsilon.png"][11][1] == metrics[1]["epsilon"]
-
-
 def test_a_run_is_complete_without_matplotlib_and_jinja2(run, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, folder, shown = run("--batch-size", "150", "--epochs", "1", outputs=True)
