@@ -139,6 +139,9 @@ def _trained(parameter: paddle.Tensor | None) -> bool:
 def _uses(layer: nn.Layer, x: paddle.Tensor, y: paddle.Tensor, inputs: float) -> list[Use]:
     if isinstance(layer, RECURRENT):
         return _recurrent(layer, x)
+    others = [name for name, p in layer._parameters.items() if _trained(p) and name not in ("weight", "bias")]
+    if others:
+        raise TypeError(f"floors of {type(layer).__name__} are not counted: it trains {others}")
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     found = []
     if _trained(bias):
