@@ -8,7 +8,9 @@ PEER: an environment of its own with torch and opacus (``python -m venv PEER && 
 Five kinds of step: Paddle plain and private, PyTorch plain, Opacus with hooks (per-sample gradients), Opacus with ghost
 clipping. Each runs in a process of its own; the processes take turns, one step at a time, so that whatever else the
 machine does hits all alike. Medians; ratios to the plain step of the same framework, of wall time and of processor
-time; memory is the peak resident memory of that process above what its imports take, over that of the plain step.
+time, which other work on the machine disturbs less (with OMP_NUM_THREADS=1 least of all: threads that wait for a thread
+that was put aside count as working). Memory is the peak resident memory of that process above what its imports take,
+over that of the plain step.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Worker:
         raise RuntimeError(f"{self._process.args} ended:\n{self._errors.read()[-2000:]}")
 
 
-def measure(row: str, peer: str, repetitions: int) -> list[dict]:
+def measure(row: str, peer: str, repetitions: int, seconds: float) -> list[dict]:
     commands = {
         "Paddle, plain": [sys.executable, str(HERE / "paddle_worker.py"), row, "plain"],
         "paddle_privacy": [sys.executable, str(HERE / "paddle_worker.py"), row, "private"],
@@ -87,14 +89,17 @@ def measure(row: str, peer: str, repetitions: int) -> list[dict]:
         commands[f"Opacus, {mode}"] = [peer, str(HERE / "opacus_worker.py"), row, mode]
     with tempfile.TemporaryFile("w+") as errors:
         workers = {name: Worker(command, errors) for name, command in commands.items()}
-        resident = _take_turns(workers, repetitions)
+        resident = _take_turns(workers, repetitions, seconds)
     return _compare(row, workers, resident)
 
 
-def _take_turns(workers: dict[str, Worker], repetitions: int) -> dict[str, float]:
+def _take_turns(workers: dict[str, Worker], repetitions: int, seconds: float) -> dict[str, float]:
     """Steps of all workers, each time another one first; the peak memory of each in MiB."""
+    end = time.monotonic() + seconds
     order = list(workers)
-    for _ in range(repetitions):
+    for turn in range(repetitions):
+        if turn >= 3 and time.monotonic() > end:
+            break
         for name in order:
             time.sleep(PAUSE)
             workers[name].step()
@@ -113,7 +118,9 @@ def _compare(row: str, workers: dict[str, Worker], resident: dict[str, float]) -
             {
                 "row": row,
                 "step": name,
+                "rounds": len(worker.wall),
                 "ms": 1e3 * statistics.median(worker.wall),
+                "processor_ms": 1e3 * statistics.median(worker.processor),
                 "time": statistics.median(worker.wall) / statistics.median(plain.wall),
                 "lower": ratios[quarter],
                 "upper": ratios[-1 - quarter],
@@ -129,20 +136,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--python", required=True, metavar="PATH", help="the interpreter that has torch and opacus")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=9, help="rounds of a row (default 9)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round of a row after so long; at least 3")
     parser.add_argument("--json", metavar="PATH", help="append what is found, one line a step")
     options = parser.parse_args()
     unknown = sorted(set(options.rows) - set(ROWS))
     if unknown:
         parser.error(f"unknown rows {unknown}; choose from {', '.join(ROWS)}")
-    print("| row | step | ms | time (quartiles) | processor time | MiB | memory |\n|---|---|---|---|---|---|---|")
+    columns = ("row", "step", "ms", "time (quartiles)", "processor ms", "processor time", "MiB", "memory")
+    print("| " + " | ".join(columns) + " |\n" + len(columns) * "|---" + "|")
     for row in options.rows or ROWS:
-        for one in measure(row, options.python, options.repetitions):
+        for one in measure(row, options.python, options.repetitions, options.seconds):
             spread = "" if one["step"].endswith("plain") else f" ({one['lower']:.2f}–{one['upper']:.2f})"
+            wall = f"{one['ms']:.0f} | {one['time']:.2f}{spread}"
+            processor = f"{one['processor_ms']:.0f} | {one['processor']:.2f}"
             print(
-                f"| {row} | {one['step']} | {one['ms']:.0f} | {one['time']:.2f}{spread} | {one['processor']:.2f} "
-                f"| {one['mib']:.0f} | {one['memory']:.2f} |",
-                flush=True,
+                f"| {row} | {one['step']} | {wall} | {processor} | {one['mib']:.0f} | {one['memory']:.2f} |", flush=True
             )
             if options.json:
                 with Path(options.json).open("a", encoding="utf-8") as file:

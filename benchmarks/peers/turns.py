@@ -15,8 +15,7 @@ def resident_peak() -> float:
 
 
 def take_turns(step: Callable[[], None], imported: float) -> None:
-    """Two steps to warm up, then one for every line read; at the end of input the memory above ``imported`` MiB."""
-    step()
+    """One step to warm up, then one for every line read; at the end of input the memory above ``imported`` MiB."""
     step()
     print("ready", flush=True)
     for _ in sys.stdin:
