@@ -160,10 +160,7 @@ class PoissonSampled(Event):
     event: Event
 
     def __post_init__(self) -> None:
-        rate = _real("sample_rate", self.sample_rate)
-        if not 0 <= rate <= 1:
-            raise ValueError(f"sample_rate must lie in [0, 1], got {self.sample_rate!r}.")
-        object.__setattr__(self, "sample_rate", rate)
+        object.__setattr__(self, "sample_rate", _rate(self.sample_rate))
         _check_event("event", self.event)
 
     @property
@@ -186,10 +183,7 @@ class TruncatedPoisson(Event):
     event: Event
 
     def __post_init__(self) -> None:
-        rate = _real("sample_rate", self.sample_rate)
-        if not 0 <= rate <= 1:
-            raise ValueError(f"sample_rate must lie in [0, 1], got {self.sample_rate!r}.")
-        object.__setattr__(self, "sample_rate", rate)
+        object.__setattr__(self, "sample_rate", _rate(self.sample_rate))
         _check_count("dataset_size", self.dataset_size)
         _check_count("max_batch_size", self.max_batch_size)
         _check_event("event", self.event)
@@ -339,6 +333,13 @@ def _check_event(name: str, event: Any) -> None:
 def _check_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+
+
+def _rate(value: Any) -> float:
+    rate = _real("sample_rate", value)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"sample_rate must lie in [0, 1], got {value!r}.")
+    return rate
 
 
 def _real(name: str, value: Any) -> float:
