@@ -72,8 +72,11 @@ def choose_parameters(model: Any, strategy: str, frozen_layers: int | None) -> N
                 parameter.stop_gradient = True
     elif strategy == "lora":
         for name, parameter in base.named_parameters():
-            if "lora_" not in name and not name.startswith("pooler"):
+            if "lora_" not in name:
                 parameter.stop_gradient = True
+        # PaddleNLP freezes everything else.
+        _train(base.pooler)
+        _train(model.classifier)
     elif strategy == "prompt":
         # Tied to the output words, whose scores must not move with the inputs.
         _freeze(base.embeddings.word_embeddings)

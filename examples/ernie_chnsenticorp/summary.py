@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import resource
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def summarise(
         "test_rows_unseen": len(unseen),
         "steps": steps,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(time.process_time(), 1),
         "peak_memory_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         **_privacy(args, optimizer),
     }
