@@ -160,6 +160,19 @@ def test_cells(cell, with_states, float64_states):
     assert_parity(model, projected_loss(), [floats(T, D)])
 
 
+@pytest.mark.parametrize("cell", ["SimpleRNNCell", "LSTMCell", "GRUCell"])
+def test_cells_without_biases(cell, float64_states):
+    options = {"bias_ih_attr": False, "bias_hh_attr": False}
+    model = randomise(built(lambda: Cells(getattr(nn, cell)(D, H, **options), True), "float64"))
+    assert len(assert_parity(model, projected_loss(), [floats(T, D)])) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_one_step(kind):
+    model = randomise(built(lambda: Sequence(KINDS[kind](D, H)), "float64"))
+    assert_parity(model, projected_loss(), [floats(1, D)])
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda: nn.RNN(nn.GRUCell(D, H)), lambda: nn.BiRNN(nn.LSTMCell(D, H), nn.LSTMCell(D, H))]
 )

@@ -7,6 +7,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from paddle_privacy.gradients import factors
 from tests.gradients.parity import assert_parity, built, projected_loss, randomise, tensor
 
 B = 3
@@ -43,6 +44,8 @@ CASES = {
     "groupnorm-nchw": (lambda: nn.GroupNorm(2, 6), floats(6, 3, 2)),
     "groupnorm-nhwc": (lambda: nn.GroupNorm(2, 6, data_format="NHWC"), floats(3, 2, 6)),
     "groupnorm-ncl": (lambda: nn.GroupNorm(3, 6, data_format="NCL"), floats(6, 4)),
+    "groupnorm-ncdhw": (lambda: nn.GroupNorm(3, 6, data_format="NCDHW"), floats(6, 2, 3, 2)),
+    "groupnorm-one-channel-a-group": (lambda: nn.GroupNorm(6, 6), floats(6, 3, 2)),
     "groupnorm-nc": (lambda: nn.GroupNorm(3, 6), floats(6)),
     "groupnorm-no-bias": (lambda: nn.GroupNorm(3, 6, bias_attr=False), floats(6, 3, 2)),
     "groupnorm-no-weight": (lambda: nn.GroupNorm(3, 6, weight_attr=False), floats(6, 3, 2)),
@@ -79,6 +82,21 @@ CASES = {
     "conv3d": (lambda: nn.Conv3D(2, 4, 2, stride=[1, 2, 1]), floats(2, 3, 4, 3)),
     "conv3d-groups-padded": (lambda: nn.Conv3D(2, 4, 3, padding=1, groups=2), floats(2, 3, 4, 3)),
     "conv3d-same-ndhwc": (lambda: nn.Conv3D(2, 4, 3, padding="SAME", data_format="NDHWC"), floats(3, 4, 3, 2)),
+    # Few cells and many channels: kept as they are, by the norms' Gram matrices and the sum within one product.
+    "conv1d-kept": (lambda: nn.Conv1D(16, 24, 3, padding=1), floats(16, 4)),
+    "conv2d-kept-groups": (lambda: nn.Conv2D(16, 24, 3, padding=1, groups=2), floats(16, 3, 3)),
+    "conv2d-kept-depthwise": (lambda: nn.Conv2D(4, 64, 3, padding=1, groups=4), floats(4, 2, 1)),
+    "conv2d-kept-nhwc-same": (
+        lambda: nn.Conv2D(16, 24, 4, stride=2, padding="SAME", data_format="NHWC"),
+        floats(5, 4, 16),
+    ),
+    "conv2d-kept-reflect": (lambda: nn.Conv2D(16, 24, 3, padding=1, padding_mode="reflect"), floats(16, 3, 2)),
+    "conv2d-kept-pointwise": (lambda: nn.Conv2D(32, 40, 1), floats(32, 2, 2)),
+    "conv3d-kept": (lambda: nn.Conv3D(8, 24, 2, stride=[1, 2, 1]), floats(8, 3, 4, 3)),
+    "conv2d-transpose-kept": (lambda: nn.Conv2DTranspose(24, 16, 3, stride=2, groups=2), floats(24, 2, 3)),
+    # Kept, but with more cells than rows: norms and sum from gradients formed a few at a time.
+    "conv2d-kept-many-cells": (lambda: nn.Conv2D(8, 8, 3, padding=1), floats(8, 4, 4)),
+    "conv2d-kept-many-cells-wide": (lambda: nn.Conv2D(40, 40, 3, padding=1), floats(40, 7, 6)),
     "conv1d-transpose": (lambda: nn.Conv1DTranspose(4, 6, 3, stride=2, padding=1), floats(4, 5)),
     "conv1d-transpose-nlc": (lambda: nn.Conv1DTranspose(4, 6, 3, groups=2, data_format="NLC"), floats(5, 4)),
     "conv2d-transpose": (lambda: nn.Conv2DTranspose(4, 6, 3), floats(4, 4, 3)),
@@ -125,6 +143,41 @@ def test_rule_equals_one_by_one_autograd(name):
         assert set(factors) == {n for n, _ in model.named_parameters()}
 
 
+@pytest.mark.parametrize("elements", [1, 1000])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("conv")])
+def test_convolutions_a_few_samples_at_a_time(name, elements, monkeypatch):
+    """With 1, each sample for itself; with 1,000, one to three of the three together, by the size of the case."""
+    monkeypatch.setattr(factors, "_CHUNK_ELEMENTS", elements)
+    build, inputs = CASES[name]
+    made = assert_parity(randomise(built(build, "float64")), projected_loss(), as_list(inputs("float64")))
+    assert isinstance(made["weight"], factors.Unfolded) or "kept" not in name
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv2d-stride-pad", "conv2d-groups", "conv2d-kept-groups"])
+def test_convolutions_formed_or_kept_are_the_same(name, monkeypatch):
+    """The choice is one of cost: each case by the way it would not go."""
+    build, inputs = CASES[name]
+    model = randomise(built(build, "float64"))
+    natural = assert_parity(model, projected_loss(), as_list(inputs("float64")))["weight"]
+    kept = isinstance(natural, factors.Unfolded)
+    monkeypatch.setattr(
+        factors.Unfolded, "formed_or_lazy", lambda self: factors.Dense(self.per_sample()) if kept else self
+    )
+    other = assert_parity(model, projected_loss(), as_list(inputs("float64")))["weight"]
+    assert isinstance(other, factors.Dense if kept else factors.Unfolded)
+
+
+def test_a_convolution_of_no_samples():
+    def products(g, x):
+        raise AssertionError("nothing to unfold")
+
+    use = factors.Use(paddle.zeros([0, 6, 3, 3]), paddle.zeros([0, 4, 5, 5]), 9, products)
+    empty = factors.Unfolded([use], 2, [6, 2, 3, 3])
+    assert empty.squared_norms().shape == [0] and empty.per_sample().shape == [0, 6, 2, 3, 3]
+    total = empty.weighted_sum(paddle.zeros([0]))
+    assert total.shape == [6, 2, 3, 3] and not total.numpy().any()
+
+
 def test_sparse_embedding_equals_the_dense_one():
     dense, sparse = (built(lambda s=s: nn.Embedding(6, 4, sparse=s), "float64") for s in (False, True))
     sparse.set_state_dict(dense.state_dict())
@@ -162,6 +215,13 @@ REPEATS = {
     "groupnorm": (lambda: Twice(nn.GroupNorm(2, 6)), floats(6, 3, 2)),
     "conv2d": (lambda: Twice(nn.Conv2D(4, 4, 3, padding=1)), floats(4, 4, 3)),
     "conv2d-wide": (lambda: Twice(nn.Conv2D(12, 12, 3, padding=1)), floats(12, 2, 2)),
+    "conv2d-kept": (lambda: Twice(nn.Conv2D(12, 12, 3, padding=1)), floats(12, 2, 1)),
+    "conv2d-kept-groups": (lambda: Twice(nn.Conv2D(16, 16, 3, padding=1, groups=2)), floats(16, 2, 2)),
+    # Kept in the one layer, formed in the other.
+    "shared-conv-strided": (
+        lambda: Shared(nn.Conv2D(4, 8, 3, padding=1), nn.Conv2D(4, 8, 3, stride=5, padding=1), ["weight"]),
+        floats(4, 5, 5),
+    ),
     "conv2d-groups": (lambda: Twice(nn.Conv2D(4, 4, 3, padding=1, groups=2)), floats(4, 4, 3)),
     "instancenorm": (lambda: nn.Sequential(nn.Conv2D(4, 4, 1), Twice(nn.InstanceNorm2D(4))), floats(4, 3, 2)),
     "prelu": (lambda: nn.Sequential(nn.Linear(3, 3), Twice(nn.PReLU(4))), floats(4, 3)),
