@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -36,6 +37,13 @@ def run_opacus(python: str, flags: list[str]) -> dict:
     return json.loads(out.stdout.splitlines()[-1])
 
 
+KINDS: dict[str, tuple[str, Callable[[str, list[str]], dict], list[str]]] = {
+    "here": ("paddle_privacy", run_here, []),
+    "opacus": ("Opacus", run_opacus, []),
+    "opacus-paddle-weights": ("Opacus, initial weights as Paddle's", run_opacus, ["--weights", "paddle"]),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -48,14 +56,13 @@ def main() -> None:
     add("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
     add("--clip-norms", type=float, nargs="+", default=[1.0])
     add("--seeds", type=int, default=3)
+    add("--of", nargs="+", choices=KINDS, default=list(KINDS), help="which of the three to run (default: all)")
     args = parser.parse_args()
     common = ["--network", args.network, "--epochs", str(args.epochs), "--batch-size", str(args.batch_size)]
     common += ["--data", args.data] if args.data else []
-    for name, run, python, own in (
-        ("paddle_privacy", run_here, args.paddle_python, []),
-        ("Opacus", run_opacus, args.python, []),
-        ("Opacus, initial weights as Paddle's", run_opacus, args.python, ["--weights", "paddle"]),
-    ):
+    for kind in args.of:
+        name, run, own = KINDS[kind]
+        python = args.paddle_python if run is run_here else args.python
         tried = {}
         for rate, clip_norm in itertools.product(args.learning_rates, args.clip_norms):
             flags = [*common, *own, "--learning-rate", str(rate), "--clip-norm", str(clip_norm)]

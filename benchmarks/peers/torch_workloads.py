@@ -67,7 +67,8 @@ class Encoder(nn.Module):
         self.pooler, self.head = nn.Linear(width, width), nn.Linear(width, 2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(ids.shape[1]).expand(ids.shape)
+        # Not expand: Opacus's ghost clipping calls view() on the row numbers, which fails where they share memory.
+        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
         hidden = self.layers(self.norm(self.words(ids) + self.positions(places)))
         return self.head(torch.tanh(self.pooler(hidden[:, 0])))
 
