@@ -150,15 +150,14 @@ class Outer(Factor):
 
 
 class Use(NamedTuple):
-    """What one use of an :class:`Unfolded` parameter left behind: two tensors, batch first, and what becomes of them.
+    """What one use of an :class:`Unfolded` parameter left behind.
 
-    `products` maps the tensors of n samples to rows [n, groups · k, T] and columns [n, groups · c, T], T = `positions`.
+    `rows` is [B, groups · k, T]; `unfold` maps `source`, of any n of its samples, to columns [n, groups · c, T].
     """
 
-    left: Tensor
-    right: Tensor
-    positions: int
-    products: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    rows: Tensor
+    source: Tensor
+    unfold: Callable[[Tensor], Tensor]
 
 
 class Unfolded(Factor):
@@ -174,32 +173,30 @@ class Unfolded(Factor):
 
     def __init__(self, uses: Sequence[Use], groups: int, shape: Sequence[int]):
         self.uses, self.groups, self.shape = list(uses), groups, tuple(shape)
-        self.batch = uses[0].left.shape[0]
+        self.batch = uses[0].rows.shape[0]
         self.rows, self.cols = shape[0] // groups, math.prod(shape[1:])
-        self.positions = sum(use.positions for use in uses)
+        self.positions = sum(use.rows.shape[2] for use in uses)
 
     def squared_norms(self) -> Tensor:
         return self._over_chunks(self._norms_of, [])
 
     def per_sample(self) -> Tensor:
-        return self._over_chunks(self._formed, list(self.shape))
+        return self._over_chunks(self._product, list(self.shape))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = paddle.zeros(self.shape, dtype=accumulation_dtype(self.uses[0].left))
-        for some, (rows, cols) in self._chunks():
+        total = paddle.zeros(self.shape, dtype=accumulation_dtype(self.uses[0].rows))
+        for some, rows, cols in self._chunks():
             if self.rows <= self.positions:
-                part = kernels.weighted_row_sum(self._formed(rows, cols), weights[some])
+                part = kernels.weighted_row_sum(self._product(rows, cols), weights[some])
             else:
                 # A sample's gradient is larger than its columns: the samples are summed within one product.
-                rows = rows * weights[some].astype(rows.dtype).reshape([-1, 1, 1, 1])
-                part = self._product(*(x.transpose([1, 2, 0, 3]).flatten(2) for x in (rows, cols)))
+                rows = rows * weights[some].astype(rows.dtype).reshape([-1] + [1] * (rows.ndim - 1))
+                part = self._product(*(x.moveaxis(0, -2).flatten(-2) for x in (rows, cols)))
             total.add_(part.reshape(self.shape))
         return total
 
     def select(self, rows: Tensor) -> Unfolded:
-        picked = [
-            use._replace(left=use.left.index_select(rows), right=use.right.index_select(rows)) for use in self.uses
-        ]
+        picked = [Use(use.rows.index_select(rows), use.source.index_select(rows), use.unfold) for use in self.uses]
         return Unfolded(picked, self.groups, self.shape)
 
     def formed_or_lazy(self) -> Factor:
@@ -207,42 +204,42 @@ class Unfolded(Factor):
 
         The columns are then made once; later, once for the norms and once for the sum.
         """
-        kept = sum(math.prod(x.shape[1:]) for use in self.uses for x in (use.left, use.right))
+        kept = sum(math.prod(x.shape[1:]) for use in self.uses for x in (use.rows, use.source))
         return Dense(self.per_sample()) if math.prod(self.shape) <= 2 * kept else self
 
-    def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-        """Samples, with their rows [n, groups, k, T] and columns [n, groups, c, T] over the positions of all uses."""
+    def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Samples, with their rows [n, k, T] and columns [n, c, T] over the positions of all uses.
+
+        With more than one group, [n, groups, k, T] and [n, groups, c, T].
+        """
         size = max(1, _CHUNK_ELEMENTS // max(1, self.groups * self.cols * self.positions))
         for start in range(0, self.batch if self.positions else 0, size):
             some = slice(start, min(start + size, self.batch))
-            made = [use.products(use.left[some], use.right[some]) for use in self.uses]
+            made = [(widen(use.rows[some]), use.unfold(use.source[some])) for use in self.uses]
             rows, cols = (parts[0] if len(parts) == 1 else paddle.concat(parts, axis=2) for parts in zip(*made))
-            split = [some.stop - start, self.groups, -1, self.positions]
-            yield some, (rows.reshape(split), cols.reshape(split))
+            if self.groups > 1:
+                split = [some.stop - start, self.groups, -1, self.positions]
+                rows, cols = rows.reshape(split), cols.reshape(split)
+            yield some, rows, cols
 
     def _over_chunks(self, of: Callable[[Tensor, Tensor], Tensor], shape: list[int]) -> Tensor:
-        parts = [of(rows, cols) for _, (rows, cols) in self._chunks()]
+        parts = [of(rows, cols) for _, rows, cols in self._chunks()]
         if not parts:
-            return paddle.zeros([self.batch, *shape], dtype=accumulation_dtype(self.uses[0].left))
-        return parts[0] if len(parts) == 1 else paddle.concat(parts)
+            return paddle.zeros([self.batch, *shape], dtype=accumulation_dtype(self.uses[0].rows))
+        return (parts[0] if len(parts) == 1 else paddle.concat(parts)).reshape([self.batch, *shape])
 
     def _product(self, rows: Tensor, cols: Tensor) -> Tensor:
         """rows · colsᵀ; as the transpose of cols · rowsᵀ where rows are few, which the CPU is faster at."""
         if min(self.cols, _NARROW) <= self.rows:
             return paddle.matmul(rows, cols, transpose_y=True)
-        product = paddle.matmul(cols, rows, transpose_y=True)
-        return product.transpose([*range(product.ndim - 2), product.ndim - 1, product.ndim - 2])
-
-    def _formed(self, rows: Tensor, cols: Tensor) -> Tensor:
-        return self._product(rows, cols).reshape([rows.shape[0], *self.shape])
+        return paddle.matmul(cols, rows, transpose_y=True).mT
 
     def _norms_of(self, rows: Tensor, cols: Tensor) -> Tensor:
-        n, groups = rows.shape[:2]
         if self.positions * (self.rows + self.cols) > self.rows * self.cols:
-            return kernels.row_squared_norms(self._formed(rows, cols))
+            return kernels.row_squared_norms(self._product(rows, cols))
         # Few positions and a large kernel: Gram matrices are smaller than gradients.
-        by_position = (x.flatten(0, 1).transpose([0, 2, 1]) for x in (cols, rows))
-        return kernels.ghost_squared_norm(*by_position).reshape([n, groups]).sum(axis=1)
+        norms = kernels.ghost_squared_norm(*(x.reshape([-1, *x.shape[-2:]]).mT for x in (cols, rows)))
+        return norms.reshape([rows.shape[0], -1]).sum(axis=1)
 
 
 class Rows(Factor):

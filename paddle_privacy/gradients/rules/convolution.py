@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import paddle
 import paddle.nn.functional as F
@@ -51,7 +52,7 @@ def patches(x: Tensor, pads: Pads, kernel: list[int], stride: list[int], dilatio
     batch, channels = x.shape[:2]
     padded = any(before or after for before, after in pads)
     if not padded and math.prod(kernel) == math.prod(stride) == 1:
-        return flat_map(x)
+        return x.flatten(2)
     if len(kernel) == 2:
         (top, bottom), (left, right) = pads
         return F.unfold(x, kernel, stride, [top, left, bottom, right], dilation)
@@ -66,56 +67,60 @@ def patches(x: Tensor, pads: Pads, kernel: list[int], stride: list[int], dilatio
     return paddle.stack(cells, axis=2).reshape([batch, channels * math.prod(kernel), math.prod(out)])
 
 
-def flat_map(x: Tensor) -> Tensor:
-    """[B, C, *sizes] -> [B, C, ∏sizes]."""
-    return x.reshape([x.shape[0], x.shape[1], -1])
+def flat_map(layer: nn.Layer, x: Tensor) -> Tensor:
+    """[B, C, *sizes], or [B, *sizes, C] of a layer with channels last, -> [B, C, ∏sizes]."""
+    return channels_first(layer, x).flatten(2)
+
+
+def unfolded(
+    layer: nn.Layer, rows: Tensor, source: Tensor, sizes: list[int], out: list[int], pad: Callable[[Tensor], Tensor]
+) -> Factor:
+    """Σ over cells of rows · patchᵀ, from the map whose cells they are and the map that is unfolded.
+
+    `sizes` are those of the layer's input and `out` those of the map of `rows`; `pad` does what zeros do not.
+    """
+    pads, dilation = explicit_padding(layer, sizes)
+    kernel, stride = layer._kernel_size, layer._stride
+
+    def unfold(x: Tensor) -> Tensor:
+        return patches(channels_first(layer, pad(widen(x))), pads, kernel, stride, dilation, out)
+
+    use = Use(flat_map(layer, rows), source, unfold)
+    return Unfolded([use], layer._groups, layer.weight.shape).formed_or_lazy()
+
+
+def spatial(layer: nn.Layer, x: Tensor) -> list[int]:
+    return list(x.shape[2:] if layer._channel_dim == 1 else x.shape[1:-1])
+
+
+def sum_over_map(layer: nn.Layer, g: Tensor) -> Dense:
+    """∂b [B, C] from ∂y of any number of spatial axes."""
+    return Dense(flat_map(layer, widen(g)).sum(axis=2))
 
 
 @register_grad_rule(nn.Conv1D, nn.Conv2D, nn.Conv3D, input_free=["bias"])
 def convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """∂W = Σ over output positions of g · patchᵀ within each group (Rochette et al. 2019; Bu et al. 2022)."""
 
-    def products(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        g, x = channels_first(layer, widen(g)), widen(x)
-        if layer._padding_mode != "zeros":
-            pads = layer._reversed_padding_repeated_twice
-            x = F.pad(x, pads, mode=layer._padding_mode, data_format=layer._data_format)
-        x = channels_first(layer, x)
-        pads, dilation = explicit_padding(layer, list(x.shape[2:]))
-        return flat_map(g), patches(x, pads, layer._kernel_size, layer._stride, dilation, list(g.shape[2:]))
+    def pad(x: Tensor) -> Tensor:
+        if layer._padding_mode == "zeros":
+            return x
+        pads = layer._reversed_padding_repeated_twice
+        return F.pad(x, pads, mode=layer._padding_mode, data_format=layer._data_format)
 
-    return {
-        "weight": lambda: unfolded(layer, Use(output_grad, inputs[0], positions(layer, output_grad), products)),
-        "bias": lambda: Dense(sum_over_map(layer, output_grad)),
-    }
+    def weight() -> Factor:
+        x = inputs[0]
+        return unfolded(layer, output_grad, x, spatial(layer, x), spatial(layer, output_grad), pad)
+
+    return {"weight": weight, "bias": lambda: sum_over_map(layer, output_grad)}
 
 
 @register_grad_rule(nn.Conv1DTranspose, nn.Conv2DTranspose, nn.Conv3DTranspose, input_free=["bias"])
 def transposed_convolution(layer: nn.Layer, inputs: tuple, output_grad: Tensor) -> dict[str, Lazy]:
     """The adjoint of a convolution from output to input: ∂W = Σ over *input* positions of x · patch(g)ᵀ."""
 
-    def products(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        g, x = (channels_first(layer, widen(y)) for y in (g, x))
-        sizes = list(x.shape[2:])
-        pads, dilation = explicit_padding(layer, sizes)
-        return flat_map(x), patches(g, pads, layer._kernel_size, layer._stride, dilation, sizes)
+    def weight() -> Factor:
+        sizes = spatial(layer, inputs[0])
+        return unfolded(layer, inputs[0], output_grad, sizes, sizes, lambda g: g)
 
-    return {
-        "weight": lambda: unfolded(layer, Use(output_grad, inputs[0], positions(layer, inputs[0]), products)),
-        "bias": lambda: Dense(sum_over_map(layer, output_grad)),
-    }
-
-
-def positions(layer: nn.Layer, x: Tensor) -> int:
-    """How many cells the map `x` has."""
-    return math.prod(x.shape[2:] if layer._channel_dim == 1 else x.shape[1:-1])
-
-
-def unfolded(layer: nn.Layer, use: Use) -> Factor:
-    return Unfolded([use], layer._groups, layer.weight.shape).formed_or_lazy()
-
-
-def sum_over_map(layer: nn.Layer, g: Tensor) -> Tensor:
-    """∂b [B, C] from ∂y of any number of spatial axes."""
-    over = range(2, g.ndim) if layer._channel_dim == 1 else range(1, g.ndim - 1)
-    return widen(g).sum(axis=list(over))
+    return {"weight": weight, "bias": lambda: sum_over_map(layer, output_grad)}
