@@ -50,6 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=_count, help="passes over the data, in expectation *")
     add("--batch-size", type=_count, help="expected logical batch size *")
     add("--learning-rate", type=_positive, help="peak learning rate, decayed linearly to 0 *")
+    add("--encoder-learning-rate", type=_positive, help="peak of the encoder's layers (default --learning-rate)")
     add("--max-length", type=_length, help="tokens kept of a review *")
     add("--clip-norm", type=_clip_norm, help="bound on a row's gradient norm, or auto: the 90th percentile *")
     add("--clip-norm-data", help="public data (as --data) from which --clip-norm auto reads the norms")

@@ -143,7 +143,7 @@ def private_optimizer(
     }[args.optimizer]
     try:
         optimizer = make(
-            parameters=task.trained_parameters,
+            parameters=task.parameter_groups(encoder_scale(args)),
             learning_rate=schedule,
             weight_decay=args.weight_decay,
             clip_norm=task.clip_norm,
@@ -174,8 +174,13 @@ def plain_optimizer(args: argparse.Namespace, task: Task) -> tuple[Any, Any, Any
         "momentum": paddle.optimizer.Momentum,
         "sgd": paddle.optimizer.SGD,
     }[args.optimizer]
-    optimizer = make(parameters=task.trained_parameters, learning_rate=schedule, weight_decay=args.weight_decay)
+    groups = task.parameter_groups(encoder_scale(args))
+    optimizer = make(parameters=groups, learning_rate=schedule, weight_decay=args.weight_decay)
     return loader, optimizer, schedule
+
+
+def encoder_scale(args: argparse.Namespace) -> float:
+    return 1.0 if args.encoder_learning_rate is None else args.encoder_learning_rate / args.learning_rate
 
 
 def linear_decay(peak: float, steps: int) -> Any:

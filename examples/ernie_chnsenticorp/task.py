@@ -36,6 +36,16 @@ class Task:
     encode: Callable[[list[reviews.Row]], EncodedRows]
     """What rows become before they are batched: token ids, or the output of the frozen layers."""
 
+    def parameter_groups(self, encoder_scale: float) -> list[Any]:
+        """The trained parameters as Paddle's optimizers take them: the encoder's at a scaled learning rate."""
+        if encoder_scale == 1.0:
+            return self.trained_parameters
+        base = self.model.base_model
+        encoder = {id(p) for part in (base.embeddings, base.encoder) for p in part.parameters()}
+        parts = [[p for p in self.trained_parameters if (id(p) in encoder) is inside] for inside in (False, True)]
+        groups = [{"params": part, "learning_rate": scale} for part, scale in zip(parts, (1.0, encoder_scale))]
+        return [group for group in groups if group["params"]]
+
     @property
     def trained_parameters(self) -> list[Any]:
         return [parameter for parameter in self.network.parameters() if not parameter.stop_gradient]
