@@ -2,7 +2,8 @@
 
 Steps that were taken after the last checkpoint are lost to the weights. Their noisy updates were released all the same,
 so they stay in the ledger, ε keeps them, and the run ends after the number of steps it was planned for. Noise and
-batches are drawn afresh: repeating either would break the guarantee.
+batches are drawn afresh: repeating either would break the guarantee. (Without privacy, the rest of an epoch comes from
+a fresh shuffle.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Runs that end early and go on: same number of steps, same ε, no step forgotten, no noise or weights made up."""
 
+import json
 import os
 import signal
 import subprocess
@@ -124,6 +125,33 @@ def test_kill_9_loses_weights_and_no_epsilon(run, small_folder, tmp_path):
     assert [(m["epoch"], m["step"]) for m in lines(folder / "metrics.jsonl")] == [(1, 6), (2, 12)]
 
 
+def test_ended_at_once_in_the_first_epoch_it_starts_from_the_original_weights(run, begun, monkeypatch):
+    """What a second Ctrl-C does: three steps are in the ledger, and the checkpoint is that of the beginning."""
+    import run_folder
+
+    taken = []
+
+    def step(self):
+        taken.append(1)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.Progress, "step", step)
+        code, folder, shown = run(*PRIVATE)
+    assert code == 130
+    assert f"go on with --resume {folder}" in shown
+    code, _, shown = run("--resume", folder)
+    assert code == 0
+    assert "resumed: 3 steps were taken; of 3 of them the weights are lost" in shown
+    first, second = begun
+    assert second["steps"] == 3
+    for left, found in zip(first["weights"], second["weights"]):
+        np.testing.assert_array_equal(left, found)
+    assert read(folder, "summary.json")["steps"] == STEPS
+    assert [r.steps for r in read_ledger(folder / "ledger.jsonl").runs] == [3, 9]
+
+
 def test_flags_that_are_not_the_runs_are_refused(interrupted, run, capsys):
     _, folder, _ = interrupted(*PRIVATE)
     for flags, message in (
@@ -164,7 +192,8 @@ def test_what_cannot_go_on_says_why(run, interrupted, small_folder, capsys, tmp_
     assert "damaged" in shown
     weights.write_bytes(whole)
 
-    assert run("--resume", folder)[0] == 0
+    summary = read(folder, "summary.json")
+    (folder / "summary.json").write_text(json.dumps({**summary, "ended": "completed", "steps": 12}), encoding="utf-8")
     code, _, shown = run("--resume", folder)
     assert code == 2
     assert "has ended (completed after 12 steps)" in shown
