@@ -22,6 +22,8 @@ from floors import Rates
 from workloads import Row
 
 MIB = 2.0**20
+# Steps of one backward pass that stand for the `pieces` of a logical batch: enough to time, less than all of them.
+SHORT = 16
 Step = Callable[[], None]
 
 
@@ -43,12 +45,16 @@ def optimizer_for(row: Row, trained: list[paddle.Tensor], private: bool) -> padd
 
 
 def stepper(row: Row, kind: str) -> Step:
-    """One step of `row`: "plain", "private", or "short" for as many private steps as a private one has pieces."""
+    """One step of `row`: "plain"; "private"; or, for a logical batch, "short" ones or "two" pieces.
+
+    "short": :data:`SHORT` private steps of one backward pass each. "two": one private step of two backward passes,
+    which already holds a sum of clipped gradients while the next piece runs.
+    """
     paddle.seed(0)
     model, loss = row.make()
     model.train()
     optimizer = optimizer_for(row, [p for p in model.parameters() if not p.stop_gradient], kind != "plain")
-    backwards, steps = (1, row.pieces) if kind == "short" else (row.pieces, 1)
+    backwards, steps = {"short": (1, SHORT), "two": (2, 1)}.get(kind, (row.pieces, 1))
 
     def step() -> None:
         for _ in range(steps):
@@ -60,8 +66,9 @@ def stepper(row: Row, kind: str) -> Step:
     return step
 
 
-def baseline_kind(row: Row) -> str:
-    return "plain" if row.pieces == 1 else "short"
+def baseline_kind(row: Row) -> tuple[str, float]:
+    """The kind of step that `row` is compared with, and how many of them have the samples of one private step."""
+    return ("plain", 1.0) if row.pieces == 1 else ("short", row.pieces / SHORT)
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,11 @@ class Timing:
     processor: float
 
 
-def time_steps(baseline: Step, private: Step, repetitions: int, warm_up: int = 2) -> Timing:
-    """Medians over interleaved runs; each repetition swaps which of the two goes first."""
+def time_steps(baseline: Step, private: Step, repetitions: int, warm_up: int = 2, share: float = 1.0) -> Timing:
+    """Medians over interleaved runs; each repetition swaps which of the two goes first.
+
+    `share` baseline steps have the samples of one private step; what the baseline takes is multiplied by it.
+    """
     wall: dict[Step, list[float]] = {baseline: [], private: []}
     processor: dict[Step, list[float]] = {baseline: [], private: []}
     for step in wall:
@@ -87,8 +97,9 @@ def time_steps(baseline: Step, private: Step, repetitions: int, warm_up: int = 2
         for step in (baseline, private) if turn % 2 == 0 else (private, baseline):
             start, start_processor = time.perf_counter(), time.process_time()
             step()
-            wall[step].append(time.perf_counter() - start)
-            processor[step].append(time.process_time() - start_processor)
+            times = share if step is baseline else 1.0
+            wall[step].append(times * (time.perf_counter() - start))
+            processor[step].append(times * (time.process_time() - start_processor))
     ratios = sorted(d / p for d, p in zip(wall[private], wall[baseline]))
     quarter = len(ratios) // 4
     middle = statistics.median

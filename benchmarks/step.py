@@ -7,7 +7,8 @@
     OMP_NUM_THREADS=2 python benchmarks/step.py --quick --record   # record them anew
 
 The rows are in `workloads.py`, the harness in `measure.py`; `floors.py` counts the floors, which are printed as ratios
-like everything else. The row `logical-4096` compares one private step of 128 backward passes with 128 private steps.
+like everything else. The row `logical-4096` is one private step of 128 backward passes beside private steps of one
+(time a sample) and of two (memory).
 """
 
 from __future__ import annotations
@@ -64,13 +65,15 @@ def memory_floor(row: Row, baseline: Memory) -> float:
 
 def measure_row(name: str, rates: Rates, repetitions: int, with_memory: bool) -> dict:
     row = ROWS[name]
-    kind = baseline_kind(row)
-    if row.pieces > 1:
-        repetitions = min(repetitions, 5)
-    timing = time_steps(stepper(row, kind), stepper(row, "private"), repetitions, warm_up=2 if row.pieces == 1 else 1)
+    kind, share = baseline_kind(row)
+    baseline_step, private_step = stepper(row, kind), stepper(row, "private")
+    if row.pieces == 1:
+        timing = time_steps(baseline_step, private_step, repetitions)
+    else:
+        timing = time_steps(baseline_step, private_step, min(repetitions, 5), warm_up=1, share=share)
     found = {"time": asdict(timing), "time_floor": time_floor(row, timing.baseline, rates), "target": row.time}
     if with_memory:
-        baseline, private = memory_apart(name, kind), memory_apart(name, "private")
+        baseline, private = memory_apart(name, kind if row.pieces == 1 else "two"), memory_apart(name, "private")
         found["memory"] = {
             "baseline_mib": baseline.allocated,
             "private_mib": private.allocated,
