@@ -39,7 +39,7 @@ class Training:
     """The learning rate; ``last_epoch`` counts the steps taken."""
     average: MovingAverage | None = None
     seconds: float = 0.0
-    """How long it has trained, in all its sessions."""
+    """How long it has trained, before and after each ``--resume``."""
 
     @property
     def steps_taken(self) -> int:
@@ -63,7 +63,7 @@ def train(
 
     Args:
         record: takes what is known of the dev rows after each epoch.
-        save: keeps ``training`` for a later session, after each epoch and on Ctrl-C.
+        save: keeps ``training`` for ``--resume``, after each epoch and on Ctrl-C.
     """
     loader, optimizer, schedule, average = training.loader, training.optimizer, training.schedule, training.average
     steps_an_epoch = len(loader)

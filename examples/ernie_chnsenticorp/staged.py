@@ -75,7 +75,7 @@ def stage_one(args: argparse.Namespace, data: reviews.Reviews, folder: RunFolder
 
 
 def passed(folder: RunFolder) -> bool:
-    """Whether an earlier session of the run has been through stage 1."""
+    """Whether the run was through stage 1 before it was interrupted."""
     return bool(folder.read_json(RECORD).get("learns"))
 
 

@@ -54,7 +54,7 @@ def test_an_interrupted_run_ends_as_a_straight_one(run, interrupted, begun, stra
     assert code == 0
     assert "resumed: 7 steps were taken" in shown
 
-    # It starts from the weights that the first session ended with, not from the model's own.
+    # It starts from the weights that the interrupted run ended with, not from the model's own.
     first, second = begun
     assert second["steps"] == 7
     assert second["rate"] == pytest.approx(first["rate"] * (1 - 7 / STEPS))
