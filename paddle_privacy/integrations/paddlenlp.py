@@ -44,7 +44,8 @@ class PrivacyArguments:
         noise_multiplier: σ, instead.
         delta: δ of every ε that is stated.
         clip_norm: C; by default ``TrainingArguments.max_grad_norm``, whose own use is switched off.
-        clipping, accountant, max_epsilon, ledger, generator, secure: as in :class:`paddle_privacy.DPSGD`.
+        clipping, accountant, max_epsilon, ledger, generator, secure, sharding_stage: as in
+            :class:`paddle_privacy.DPSGD`; sharding_stage takes the place of ``TrainingArguments.sharding``.
     """
 
     delta: float
@@ -57,6 +58,7 @@ class PrivacyArguments:
     ledger: Any = None
     generator: NoiseGenerator | None = None
     secure: bool = True
+    sharding_stage: int | None = None
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -190,6 +192,7 @@ class DPTrainer(Trainer):
             ledger=privacy.ledger,
             generator=privacy.generator,
             secure=privacy.secure,
+            sharding_stage=privacy.sharding_stage,
         )
         assert self.optimizer.spending.planned_steps == math.ceil(num_training_steps)
 
@@ -242,7 +245,7 @@ def _check_arguments(args: Any) -> None:
     refused = {
         "fp16": (args.fp16, "scales the loss, and with it the gradients that are clipped; use bf16=True"),
         "amp_master_grad": (args.amp_master_grad, "collects gradients past the clipping; leave it off"),
-        "sharding": (bool(args.sharding), "splits the gradients before they are clipped; leave it off"),
+        "sharding": (bool(args.sharding), "splits raw gradients; leave it off and use PrivacyArguments.sharding_stage"),
         "offload_optim": (getattr(args, "offload_optim", False), "is not supported; leave it off"),
         "skip_data_intervals": (bool(args.skip_data_intervals), "is about an order of rows; Poisson batches have none"),
         "unified_checkpoint": (

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     words = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py")), str(folder)]
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([*words, *map(str, WORLDS)], env=surroundings, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run([*words, *map(str, WORLDS)], env=surroundings, capture_output=True, text=True, timeout=1000)
     assert ended.returncode == 0, ended.stderr
     return folder
 

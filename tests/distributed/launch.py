@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable
 
-TIME_LIMIT = 150.0
+TIME_LIMIT = 300.0
 
 
 def free_ports(count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import paddle.distributed as dist
 from paddle import nn
 
 from paddle_privacy import DPSGD, PoissonBatchSampler
+from paddle_privacy.checkpoint import MANIFEST
 from paddle_privacy.distributed.step import parameter_bytes_digest
 
 warnings.simplefilter("ignore")
@@ -44,11 +46,14 @@ def loop() -> dict:
 
 
 class Rows(paddle.io.Dataset):
+    def __init__(self, rows: int = 50) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return 50
+        return self.rows
 
     def __getitem__(self, i):
-        return {"x": np.full(4, i / 50, dtype="float32"), "labels": np.int64(i % 2)}
+        return {"x": np.cos(np.arange(4) + i).astype("float32"), "labels": np.int64(i % 2)}
 
 
 class Classifier(nn.Layer):
@@ -58,6 +63,62 @@ class Classifier(nn.Layer):
 
     def forward(self, x, labels=None):
         return self.layers(x)
+
+
+def exact_trainer(folder: Path, world: int, stage: int = 0) -> dict:
+    """Every row in every step (q = 1) and no noise: what one process computes, whoever has which row."""
+    from paddlenlp.peft.lora.lora_layers import LoRALinear
+    from paddlenlp.trainer import TrainingArguments
+
+    from paddle_privacy.integrations.paddlenlp import PRIVATE_FOLDER, DPTrainer, PrivacyArguments
+
+    paddle.seed(5)
+    model = Classifier()
+    adapted = LoRALinear(4, 6, r=2, lora_alpha=4)  # its own weight is frozen
+    adapted.lora_B.set_value(paddle.ones([2, 6]) * 0.1)
+    adapted.bias.stop_gradient = True
+    model.layers[0] = adapted
+    used = DPTrainer(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        train_dataset=Rows(48),
+        args=TrainingArguments(
+            output_dir=str(folder / "exact"),
+            per_device_train_batch_size=24 // world,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=0.01,
+            save_strategy="steps" if stage else "no",
+            save_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+            device="cpu",
+        ),
+        privacy=PrivacyArguments(noise_multiplier=0.0, delta=1e-5, clip_norm=0.1, sharding_stage=stage),
+    )
+    used.train()
+    trained = [p.numpy().ravel() for p in used.model.parameters() if not p.stop_gradient]
+    held = sum(int(t.size) for kind in used.optimizer._accumulators.values() for t in kind.values())
+    used.optimizer.detach()
+    saved = {}
+    if stage:
+        manifest = folder / "exact" / "checkpoint-2" / PRIVATE_FOLDER / MANIFEST
+        for _ in range(200):  # rank 0 writes while the others go on
+            if manifest.exists():
+                break
+            time.sleep(0.1)
+        saved = {
+            k: v
+            for k, v in json.loads(manifest.read_text())["optimizer"].items()
+            if isinstance(v, dict) and "__tensor__" in v
+        }
+    return {
+        "saved": len(saved),
+        "batch_size": used.optimizer.batch_size,
+        "steps": used.optimizer.spending.steps,
+        "values": np.concatenate(trained).astype("float64").tolist(),
+        "held": held,
+    }
 
 
 def trainer(folder: Path) -> dict:
@@ -98,6 +159,8 @@ if __name__ == "__main__":
         import paddlenlp  # noqa: F401
 
         found["trainer"] = trainer(place)
+        found["exact"] = exact_trainer(place, 2)
+        found["sharded"] = exact_trainer(place, 2, stage=2)
     except ImportError:
         pass
     (place / f"launched{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -32,6 +32,31 @@ def test_the_training_that_is_compared_moves_the_weights(ranks):
 
 
 @pytest.mark.parametrize("world", MANY)
+def test_virtual_batches_of_all_rows_train_as_one_process(ranks, world):
+    alone, together = ranks[1][0]["virtual"], [rank["virtual"] for rank in ranks[world]]
+    np.testing.assert_allclose(together[0]["values"], alone["values"], rtol=0, atol=2e-4)
+    assert len({rank["digest"] for rank in together}) == 1
+    assert {rank["steps"] for rank in together} == {alone["steps"]} == {3}
+    # 24 rows in pieces of at most 5, and a rank's share of them.
+    assert alone["pieces"] == 3 * 5 and {rank["pieces"] for rank in together} == {3 * -(-24 // world // 5)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world", MANY)
+def test_scaled_losses_and_low_precision_train_as_on_one_process(ranks, world, dtype):
+    alone, together = ranks[1][0]["low"][dtype], [rank["low"][dtype] for rank in ranks[world]]
+    # A row's gradient is rounded the same wherever it is computed; only the order of the sum is another.
+    np.testing.assert_allclose(together[0]["values"], alone["values"], rtol=0, atol=2e-6)
+    assert len({rank["digest"] for rank in together}) == 1
+    assert {rank["scale"] for rank in together} == {1024.0}
+
+
+def test_low_precision_is_another_computation(ranks):
+    exact, rounded = (np.array(ranks[1][0]["low"][dtype]["values"]) for dtype in ("float32", "bfloat16"))
+    assert np.abs(exact - rounded).max() > 3e-5
+
+
+@pytest.mark.parametrize("world", MANY)
 def test_adaptive_clipping_follows_the_norms_of_all_ranks(ranks, world):
     together = [rank["adaptive"] for rank in ranks[world]]
     np.testing.assert_allclose(together[0]["bounds"], ranks[1][0]["adaptive"]["bounds"], rtol=1e-5)

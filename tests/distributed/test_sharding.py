@@ -11,10 +11,10 @@ from paddle_privacy.distributed.sharding import balanced_owners, chosen_stage
 WORLDS = (1, 2, 3, 4)
 MANY = WORLDS[1:]
 CASES = ("adamw", "momentum, groups", "lamb, thawed")
+RUNS = [*((2, case) for case in CASES), (3, "lamb, thawed"), (4, "momentum, groups")]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize(("world", "case"), RUNS)
 def test_without_noise_sharded_ranks_train_as_one_process(ranks, world, case):
     alone = ranks[1][0]["sharded"]["equality"][case]
     together = [rank["sharded"]["equality"][case] for rank in ranks[world]]
@@ -30,8 +30,7 @@ def test_the_updates_that_are_compared_differ(ranks):
     assert min(np.abs(adamw - momentum).max(), np.abs(adamw - lamb).max(), np.abs(momentum - lamb).max()) > 0.01
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize(("world", "case"), RUNS)
 def test_every_moment_is_on_its_owner_only_and_memory_falls(ranks, world, case):
     alone = ranks[1][0]["sharded"]["equality"][case]["bytes"]
     held = [rank["sharded"]["equality"][case]["bytes"] for rank in ranks[world]]
@@ -44,14 +43,12 @@ def test_every_moment_is_on_its_owner_only_and_memory_falls(ranks, world, case):
     assert most < 0.75 * sum(alone.values())
 
 
-@pytest.mark.parametrize("world", MANY)
-def test_without_sharding_every_rank_holds_all_moments(ranks, world):
-    for rank in ranks[world]:
+def test_without_sharding_every_rank_holds_all_moments(ranks):
+    for rank in ranks[2]:
         assert rank["sharded"]["equality"]["whole"]["bytes"] == ranks[1][0]["sharded"]["equality"]["adamw"]["bytes"]
 
 
-@pytest.mark.parametrize("kind", ["sharded", "whole"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "kind"), [*((w, "sharded") for w in WORLDS), (1, "whole"), (2, "whole")])
 def test_the_noise_has_the_accounted_variance_whoever_owns_a_parameter(ranks, world, kind):
     found = [rank["sharded"]["noise"][kind] for rank in ranks[world]]
     # Two-sided, 1e-6: a false alarm once in a million runs.
@@ -63,8 +60,7 @@ def test_the_noise_has_the_accounted_variance_whoever_owns_a_parameter(ranks, wo
     assert {rank["noise moment"] for rank in found} == {ranks[1][0]["sharded"]["noise"]["whole"]["noise moment"]}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "whole"])
-@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize(("world", "kind"), [*((w, "sharded") for w in MANY), (2, "whole")])
 def test_no_sum_leaves_a_rank_without_its_share_of_the_noise(ranks, world, kind):
     for rank in ranks[world]:
         found = rank["sharded"]["noise"][kind]
@@ -75,7 +71,7 @@ def test_no_sum_leaves_a_rank_without_its_share_of_the_noise(ranks, world, kind)
         assert found["values only"]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_checkpoint_of_two_sharded_ranks_resumes_on_any_number(ranks, world):
     saved = ranks[2][0]["sharded"]["resumed"]
     found = [rank["sharded"]["resumed"] for rank in ranks[world]]
@@ -95,7 +91,7 @@ def test_resuming_without_the_moments_would_show(ranks):
     assert np.abs(np.array(resumed) - ranks[1][0]["sharded"]["equality"]["adamw"]["values"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("world", [2, 3])
 def test_master_weights_are_sharded_and_saved_whole(ranks, world):
     alone = ranks[1][0]["sharded"]["master"]
     found = [rank["sharded"]["master"] for rank in ranks[world]]
@@ -116,14 +112,13 @@ def test_ranks_that_disagree_about_sharding_raise_on_all(ranks, world):
         assert found["and goes on"] == "" and found["moved"] == "True"
 
 
-@pytest.mark.parametrize("world", MANY)
-def test_fleet_with_a_sharding_degree_trains_privately_as_it_is(ranks, world):
-    found = [rank["sharded"]["fleet"] for rank in ranks[world]]
+def test_fleet_with_a_sharding_degree_trains_privately_as_it_is(ranks):
+    found = [rank["sharded"]["fleet"] for rank in ranks[2]]
     np.testing.assert_allclose(
         found[0]["values"], ranks[1][0]["sharded"]["equality"]["adamw"]["values"], rtol=0, atol=2e-4
     )
     assert len({rank["digest"] for rank in found}) == 1
-    for rank, sharded in zip(found, (rank["sharded"]["equality"]["adamw"] for rank in ranks[world])):
+    for rank, sharded in zip(found, (rank["sharded"]["equality"]["adamw"] for rank in ranks[2])):
         assert rank["wrappers"] == ["ShardingParallel", "HybridParallelOptimizer"]
         assert rank["bytes"] == sharded["bytes"] and rank["steps"] == 4
 

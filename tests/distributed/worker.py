@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from launch import run_ranks
-from paddle import nn
+from paddle import amp, nn
 from paddle.distributed.fleet.utils import recompute
 from paddle.io import DataLoader, DistributedBatchSampler, TensorDataset
 
@@ -142,6 +142,77 @@ def equality() -> dict[str, Any]:
         "pieces, adamw": (True, "", "adamw", 2),
     }.items():
         found[name] = train(*case)
+    return found
+
+
+def all_rows_in_pieces() -> dict[str, Any]:
+    """Virtual batches of the library's own loader, where every row is in every batch (q = 1)."""
+    data = TensorDataset([X, IDS, Y])
+    model = seeded_net()
+    sampler = PoissonBatchSampler(data, ROWS, steps=3, max_physical_batch_size=5)
+    loader = PoissonDataLoader(DataLoader(data, batch_size=ROWS), sampler)
+    optimizer = DPAdamW(
+        parameters=model.parameters(),
+        learning_rate=0.01,
+        clip_norm=0.3,
+        noise_multiplier=0.0,
+        batch_size=ROWS,
+        data_loader=loader,
+        sharding_stage=2,
+    )
+    backwards = 0
+    for x, ids, y in loader:
+        nn.functional.cross_entropy(model(x, ids), y).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        backwards += 1
+    found = {"values": values(model), "digest": digest(model), "pieces": backwards, "steps": optimizer.spending.steps}
+    optimizer.detach()
+    return found
+
+
+def low_precision(dtype: str) -> dict[str, Any]:
+    """A scaled loss and nn.Linear as auto_cast makes it: rounded inputs and weights, results and output gradients.
+
+    Paddle switches auto_cast and GradScaler off on CPUs, so the rounding is imitated and the scaler is told of a GPU.
+    """
+
+    def linear(x: Any, weight: Any, bias: Any = None, name: Any = None) -> Any:
+        rounded = [v.astype(dtype).astype("float32") for v in (x, weight)]
+        y = paddle.matmul(*rounded) + (0 if bias is None else bias.astype("float32"))
+        return y.astype(dtype).astype("float32")
+
+    class Tracer:
+        class _expected_place:
+            is_gpu_place = staticmethod(lambda: True)
+
+    made, original = nn.functional.linear, amp.grad_scaler._dygraph_tracer
+    nn.functional.linear, amp.grad_scaler._dygraph_tracer = linear, Tracer
+    try:
+        scaler = amp.GradScaler(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False)
+        assert scaler.is_enable()
+        model = seeded_net()
+        optimizer = DPSGD(
+            parameters=model.parameters(),
+            learning_rate=0.2 / 8,
+            clip_norm=0.3,
+            noise_multiplier=0.0,
+            batch_size=8,
+            loss_reduction="sum",  # the mean of a share would be rounded otherwise than that of the whole
+            dataset_size=ROWS,
+        )
+        for step in STEPS[:2] + STEPS[3:]:
+            rows = step[RANK::WORLD]
+            out = model(paddle.to_tensor(X[rows]), paddle.to_tensor(IDS[rows]))
+            loss = nn.functional.cross_entropy(out, paddle.to_tensor(Y[rows]), reduction="sum")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.clear_grad()
+    finally:
+        nn.functional.linear, amp.grad_scaler._dygraph_tracer = made, original
+    found = {"values": values(model), "digest": digest(model), "scale": float(scaler._scale)}
+    optimizer.detach()
     return found
 
 
@@ -360,6 +431,8 @@ def be_a_rank(folder: Path) -> None:
     dist.init_parallel_env()
     RANK, WORLD = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"equality": equality(), "adaptive": adaptive_run(), "noise": noise()}
+    found["virtual"] = all_rows_in_pieces()
+    found["low"] = {dtype: low_precision(dtype) for dtype in ("float32", "bfloat16")}
     if WORLD > 1:
         found["sampled"], found["refusals"] = sampled(folder), refusals()
     found["sharded"] = sharded.everything(folder.parent)
