@@ -10,6 +10,9 @@ comes on top:
 - for biases and norm scales, the same with p values a sample; for embeddings, reading the output gradients once more;
 - noise for every trained value.
 
+So the floor is one of what is *added*: where the package does a part of Paddle's own work more cheaply (the gradient of
+an embedding, say), a step may lie below it.
+
 Memory: with one bound over all layers no sample's factor is known before the last layer's gradient is, so until then a
 layer must hold either its inputs and output gradients (T(d + p) values a sample) or the gradients themselves (d·p).
 """

@@ -70,7 +70,7 @@ def measure_row(name: str, rates: Rates, repetitions: int, with_memory: bool) ->
     if row.pieces == 1:
         timing = time_steps(baseline_step, private_step, repetitions)
     else:
-        timing = time_steps(baseline_step, private_step, min(repetitions, 5), warm_up=1, share=share)
+        timing = time_steps(baseline_step, private_step, min(repetitions, 5), share=share)
     found = {"time": asdict(timing), "time_floor": time_floor(row, timing.baseline, rates), "target": row.time}
     if with_memory:
         baseline, private = memory_apart(name, kind if row.pieces == 1 else "two"), memory_apart(name, "private")
@@ -126,7 +126,7 @@ def quick_row(row: Row) -> dict[str, float]:
         reset_allocated_peak()
         steps[kind]()
         peaks[kind] = allocated_peak()
-    timing: Timing = time_steps(steps["plain"], steps["private"], 7, warm_up=1)
+    timing: Timing = time_steps(steps["plain"], steps["private"], 7)
     return {"time": timing.ratio, "cpu": timing.processor, "private_mib": peaks["private"]}
 
 
