@@ -2,16 +2,19 @@
 
     python benchmarks/distributed.py [--worlds 1 2] [--layers 4] [--width 512] [--batch 32] [--steps 30]
 
-Every process takes `batch` rows, so the work of one process is the same for every W. Plain and private steps alternate
-in blocks, so that a busy machine slows both. Prints one JSON line for each W:
+Every process takes `batch` rows, so the work of one process is the same for every W. AdamW everywhere. Plain, private
+and sharded private steps alternate in blocks, so that a busy machine slows all of them. Prints a JSON line for each W:
 
-    plain_ms, private_ms   medians of a step (forward, backward, communication, update)
-    private_over_plain     private_ms / plain_ms at this W
+    plain_ms, private_ms, sharded_ms
+                           medians of a step (forward, backward, communication, update)
+    private_over_plain     private_ms / plain_ms at this W; sharded_over_plain likewise
     scaling_ratio          private_over_plain at this W over that at W = 1: what being private *and* distributed costs
-                           beyond being private; the target is at most 1.15
-    exchange_ms            median of the private step's collectives alone (agreement and all-reduce)
+                           beyond being private; the target is at most 1.15. sharded_scaling_ratio likewise
+    exchange_ms            median of the private step's collectives alone (agreement and all-reduce), waiting included
     link_ms                medians of one all-reduce of each of LINK_ELEMENTS float32, for benchmarks/scaling.py
-    bytes_ratio            bytes all-reduced a private step over those of plain data parallelism (4 a parameter)
+    bytes_ratio            bytes that collectives carry in a private step over those of plain data parallelism (an
+                           all-reduce of 4 bytes a parameter); sharded_bytes_ratio likewise
+    sharded_state_ratio    bytes of moments on rank 0 over those of all parameters
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
     import paddle.distributed as dist
     from paddle import nn
 
-    from paddle_privacy import DPSGD
+    from paddle_privacy import DPAdamW
 
     if world > 1:
         dist.init_parallel_env()
@@ -47,20 +50,21 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
             layers += [nn.Linear(options.width, options.width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(options.width, 10))
 
-    def trainer(private: bool) -> tuple[Callable[[], None], Any]:
+    def trainer(kind: str) -> tuple[Callable[[], None], Any]:
         model = net()
         used = paddle.DataParallel(model) if world > 1 else model
-        if private:
-            optimizer: Any = DPSGD(
+        if kind == "plain":
+            optimizer: Any = paddle.optimizer.AdamW(1e-4, parameters=used.parameters())
+        else:
+            optimizer = DPAdamW(
                 parameters=used.parameters(),
-                learning_rate=0.01,
+                learning_rate=1e-4,
                 clip_norm=1.0,
                 noise_multiplier=1.0,
                 batch_size=options.batch * world,
                 dataset_size=10**6,
+                sharding_stage=2 if kind == "sharded" else 0,
             )
-        else:
-            optimizer = paddle.optimizer.SGD(0.01, parameters=used.parameters())
         x = paddle.randn([options.batch, options.width])
         y = paddle.randint(0, 10, [options.batch])
 
@@ -71,37 +75,44 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
 
         return step, optimizer
 
-    (plain, _), (private, optimizer) = trainer(False), trainer(True)
+    kinds = ["plain", "private"] + ["sharded"] * (world > 1)
+    steps, optimizers = {}, {}
+    for kind in kinds:
+        steps[kind], optimizers[kind] = trainer(kind)
+    optimizer = optimizers["private"]
     exchange: list[float] = []
     ranks = optimizer._shared.ranks if world > 1 else None
     if ranks is not None:
         for name in ("gather", "sum_"):
             setattr(ranks, name, _timed(getattr(ranks, name), exchange))
-    times: dict[str, list[float]] = {"plain": [], "private": []}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for block in range(options.steps // 5 + 1):
-        for name, step in (("plain", plain), ("private", private)):
+        for kind in kinds:
             for _ in range(5):
                 if world > 1:
                     dist.barrier()
                 begin = time.perf_counter()
-                step()
+                steps[kind]()
                 if block:  # the first block warms up
-                    times[name].append(time.perf_counter() - begin)
+                    times[kind].append(time.perf_counter() - begin)
     parameters = sum(int(p.size) for p in optimizer._clipped_sum.parameters)
-    found = {
-        "world": world,
-        "parameters": parameters,
-        "plain_ms": 1e3 * statistics.median(times["plain"]),
-        "private_ms": 1e3 * statistics.median(times["private"]),
-    }
+    found: dict[str, Any] = {"world": world, "parameters": parameters}
+    found.update({f"{kind}_ms": 1e3 * statistics.median(times[kind]) for kind in kinds})
     if ranks is not None:
         found["link_ms"] = [1e3 * _link(paddle.zeros([n])) for n in LINK_ELEMENTS]
-        steps = optimizer.spending.steps
-        each = len(exchange) // steps
+        taken = optimizer.spending.steps
+        each = len(exchange) // taken
         found["exchange_ms"] = 1e3 * statistics.median(
-            sum(exchange[i : i + each]) for i in range(5 * each, each * steps, each)
+            sum(exchange[i : i + each]) for i in range(5 * each, each * taken, each)
         )
-        found["bytes_ratio"] = ranks.bytes_sent / steps / (4 * parameters)
+        for kind, prefix in (("private", ""), ("sharded", "sharded_")):
+            moved = optimizers[kind]._shared.ranks.bytes_moved
+            found[f"{prefix}bytes_ratio"] = moved / taken / (2 * 4 * parameters)
+        held, all_of_them = (
+            sum(int(t.size) for kind in optimizers[name]._accumulators.values() for t in kind.values())
+            for name in ("sharded", "private")
+        )
+        found["sharded_state_ratio"] = held / all_of_them
     return found
 
 
@@ -172,11 +183,14 @@ def main() -> None:
     alone: float | None = None
     for world in options.worlds:
         found = start(world, sys.argv[1:])
-        found["private_over_plain"] = found["private_ms"] / found["plain_ms"]
-        if world == 1:
-            alone = found["private_over_plain"]
-        elif alone is not None:
-            found["scaling_ratio"] = found["private_over_plain"] / alone
+        for kind, ratio in (("private", "scaling_ratio"), ("sharded", "sharded_scaling_ratio")):
+            if f"{kind}_ms" not in found:
+                continue
+            over = found[f"{kind}_over_plain"] = found[f"{kind}_ms"] / found["plain_ms"]
+            if world == 1:
+                alone = over
+            elif alone is not None:
+                found[ratio] = over / alone
         print(json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}), flush=True)
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from scaling import Link, crossover_rows, exchange_bytes, exchange_seconds, fitted, step_flops
+from scaling import (
+    Link,
+    crossover_rows,
+    exchange_bytes,
+    exchange_seconds,
+    fitted,
+    held_bytes,
+    predicted_ms,
+    step_flops,
+)
 
 
 def test_bytes_of_a_ring():
@@ -36,3 +45,21 @@ def test_norms_never_cost_more_than_per_sample_gradients():
     for tokens in (1, 100, 10**5):
         plain = 6.0 * 10**6 * 4 * tokens
         assert plain < step_flops(10**6, 10**6, 4, tokens, 512) <= plain + 2.0 * 10**6 * 4 * tokens
+
+
+def test_ranks_beyond_the_cores_take_turns():
+    link = Link(2e9, 1e-4)
+    alone, crowded = 10.0, 12.0
+    assert predicted_ms(alone, crowded, 10**6, 1, 2, link) == alone
+    two = predicted_ms(alone, crowded, 10**6, 2, 2, link)
+    assert two == pytest.approx(crowded + 1e3 * exchange_seconds(10**6, 2, link))
+    four = predicted_ms(alone, crowded, 10**6, 4, 2, link)
+    assert four == pytest.approx(2 * (crowded + 1e3 * exchange_seconds(10**6, 4, link)))
+    assert predicted_ms(alone, crowded, 10**6, 4, 64, link) < four / 1.9
+
+
+def test_sharding_divides_the_moments_and_nothing_else():
+    whole, many = held_bytes(10**9, 10**9, 1, True), held_bytes(10**9, 10**9, 10**6, True)
+    assert whole == held_bytes(10**9, 10**9, 8, False) == 16 * 10**9
+    assert many == pytest.approx(8 * 10**9, rel=1e-5)
+    assert held_bytes(10**9, 10**6, 8, False) < 1.01 * 4 * 10**9  # LoRA
