@@ -73,7 +73,7 @@ def main() -> None:
     add("--batch-size", type=int, default=2048)
     add("--learning-rate", type=float, default=2e-3)
     add("--clip-norm", type=float, default=1.0)
-    add("--physical-batch-size", type=int, default=512)
+    add("--physical-batch-size", type=int, default=4096)
     add("--mode", choices=("hooks", "ghost"), default="ghost", help="how Opacus clips; the result is the same")
     add("--accountant", default="prv", help="Opacus's default is prv")
     add("--weights", choices=("torch", "paddle"), default="torch", help="whose initial weights")
