@@ -98,6 +98,7 @@ def measure(options: argparse.Namespace, world: int) -> dict[str, Any]:
     parameters = sum(int(p.size) for p in optimizer._clipped_sum.parameters)
     found: dict[str, Any] = {"world": world, "parameters": parameters}
     found.update({f"{kind}_ms": 1e3 * statistics.median(times[kind]) for kind in kinds})
+    found["private_each_ms"] = [1e3 * t for t in times["private"]]
     if ranks is not None:
         found["link_ms"] = [1e3 * _link(paddle.zeros([n])) for n in LINK_ELEMENTS]
         taken = optimizer.spending.steps
@@ -183,6 +184,7 @@ def main() -> None:
     alone: float | None = None
     for world in options.worlds:
         found = start(world, sys.argv[1:])
+        del found["private_each_ms"]  # for benchmarks/scaling.py
         for kind, ratio in (("private", "scaling_ratio"), ("sharded", "sharded_scaling_ratio")):
             if f"{kind}_ms" not in found:
                 continue

@@ -20,10 +20,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 FLOAT32 = 4
 
@@ -98,20 +100,26 @@ def fitted(link_ms: list[float], elements: tuple[int, ...], world: int) -> Link:
     return Link(bandwidth, latency)
 
 
-def predicted_ms(alone: float, crowded: float, trained: int, world: int, cores: int, link: Link) -> float:
-    """A step of `world` ranks on one machine of `cores` cores.
+def predicted_ms(
+    alone: Sequence[float], crowded: Sequence[float], trained: int, world: int, cores: int, link: Link
+) -> float:
+    """The median step of `world` ranks on one machine of `cores` cores.
+
+    Ranks wait for the slowest in every step: of W independent steps, the slowest has as its median the quantile
+    2^(-1/W) of one step.
 
     Args:
-        alone: ms of a step of one process that has the machine to itself.
-        crowded: ms of the same step while `cores` processes run it side by side without a word to each other: they
-            share caches and memory.
+        alone: ms of the steps of one process that has the machine to itself.
+        crowded: ms of the same steps while `cores` processes run them side by side without a word to each other: they
+            share caches and memory, and whatever else runs here interrupts them.
         trained: parameters whose sums are exchanged.
+        world: number of ranks.
+        cores: cores that they share.
         link: of two processes on this machine. Through loopback the exchange is work of the cores as well (copies and
             additions), so more ranks than cores share it out like everything else.
     """
-    turns = max(1.0, world / cores)
-    compute = alone if world == 1 else crowded
-    return turns * (compute + 1e3 * exchange_seconds(trained, world, link))
+    compute = float(np.quantile(alone if world == 1 else crowded, 0.5 ** (1.0 / world)))
+    return max(1.0, world / cores) * (compute + 1e3 * exchange_seconds(trained, world, link))
 
 
 def check(cores: int, arguments: list[str]) -> None:
@@ -119,15 +127,17 @@ def check(cores: int, arguments: list[str]) -> None:
 
     with ThreadPoolExecutor(cores) as pool:
         beside = list(pool.map(lambda _: start(1, arguments), range(cores)))
-    crowded = sum(found["private_ms"] for found in beside) / cores
+    crowded = [t for found in beside for t in found["private_each_ms"]]
     measured = {world: start(world, arguments) for world in (1, 2, 4)}
     link = fitted(measured[2]["link_ms"], LINK_ELEMENTS, 2)
-    print(json.dumps({"crowded_ms": round(crowded, 2), "GB/s": link.bandwidth / 1e9, "latency_ms": 1e3 * link.latency}))
+    median, slow = np.quantile(crowded, [0.5, 0.84])
+    print(f"side by side: median {median:.1f} ms, of four the slowest {slow:.1f} ms")
+    print(f"link: {link.bandwidth / 1e9:.2f} GB/s, {1e3 * link.latency:.2f} ms a message")
     for world, found in measured.items():
-        predicted = predicted_ms(measured[1]["private_ms"], crowded, found["parameters"], world, cores, link)
+        alone = measured[1]["private_each_ms"]
+        predicted = predicted_ms(alone, crowded, found["parameters"], world, cores, link)
         line = {"world": world, "predicted_ms": predicted, "measured_ms": found["private_ms"]}
         line["measured_over_predicted"] = found["private_ms"] / predicted
-        line["exchange_ms"] = found.get("exchange_ms", 0.0)
         print(json.dumps({name: round(value, 3) for name, value in line.items()}), flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -47,15 +48,20 @@ def test_norms_never_cost_more_than_per_sample_gradients():
         assert plain < step_flops(10**6, 10**6, 4, tokens, 512) <= plain + 2.0 * 10**6 * 4 * tokens
 
 
-def test_ranks_beyond_the_cores_take_turns():
+def test_ranks_beyond_the_cores_take_turns_and_wait_for_the_slowest():
     link = Link(2e9, 1e-4)
-    alone, crowded = 10.0, 12.0
-    assert predicted_ms(alone, crowded, 10**6, 1, 2, link) == alone
-    two = predicted_ms(alone, crowded, 10**6, 2, 2, link)
-    assert two == pytest.approx(crowded + 1e3 * exchange_seconds(10**6, 2, link))
-    four = predicted_ms(alone, crowded, 10**6, 4, 2, link)
-    assert four == pytest.approx(2 * (crowded + 1e3 * exchange_seconds(10**6, 4, link)))
-    assert predicted_ms(alone, crowded, 10**6, 4, 64, link) < four / 1.9
+    alone, steady, uneven = [10.0], [12.0], [10.0, 11.0, 12.0, 13.0, 30.0]
+    assert predicted_ms(alone, steady, 10**6, 1, 2, link) == 10.0
+    two = predicted_ms(alone, steady, 10**6, 2, 2, link)
+    assert two == pytest.approx(12.0 + 1e3 * exchange_seconds(10**6, 2, link))
+    four = predicted_ms(alone, steady, 10**6, 4, 2, link)
+    assert four == pytest.approx(2 * (12.0 + 1e3 * exchange_seconds(10**6, 4, link)))
+    assert predicted_ms(alone, steady, 10**6, 4, 64, link) == pytest.approx(four / 2)
+    # The median of the slowest of W, against drawing them.
+    drawn = np.random.RandomState(0).exponential(1.0, [4, 40_000])
+    waited = predicted_ms(alone, drawn[0], 1, 4, 4, Link(1e30, 0.0))
+    assert waited == pytest.approx(np.median(drawn.max(axis=0)), rel=0.03)
+    assert predicted_ms(alone, uneven, 10**6, 4, 4, link) > predicted_ms(alone, uneven, 10**6, 2, 4, link)
 
 
 def test_sharding_divides_the_moments_and_nothing_else():
