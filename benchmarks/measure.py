@@ -115,9 +115,14 @@ def time_steps(baseline: Step, private: Step, repetitions: int, warm_up: int = 1
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB: peak that Paddle's allocator handed out, that of a forward pass alone, and resident above importing."""
+    """MiB: peaks that Paddle's allocator handed out, and resident memory above importing.
+
+    `first` is of the first step, in which a private one also looks at the model's structure, `allocated` of a usual
+    step, `forward` of a forward pass alone.
+    """
 
     allocated: float
+    first: float
     forward: float
     resident: float
     parameters: int
@@ -154,10 +159,15 @@ def memory_here(row: Row, kind: str) -> Memory:
         del model, loss, held
         reset_allocated_peak()
     step = stepper(row, kind)
-    for _ in range(2 if row.pieces == 1 else 1):
+    step()
+    first = usual = allocated_peak()
+    if row.pieces == 1:
         step()
+        reset_allocated_peak()
+        step()
+        usual = allocated_peak()
     parameters = sum(p.size for p in row.make()[0].parameters())
-    return Memory(allocated_peak(), forward, resident_peak() - imported, parameters)
+    return Memory(usual, first, forward, resident_peak() - imported, parameters)
 
 
 def memory_apart(name: str, kind: str) -> Memory:

@@ -78,6 +78,7 @@ def measure_row(name: str, rates: Rates, repetitions: int, with_memory: bool) ->
             "baseline_mib": baseline.allocated,
             "private_mib": private.allocated,
             "ratio": private.allocated / baseline.allocated,
+            "first": private.first / baseline.allocated,
             "resident": private.resident / baseline.resident,
         }
         found["memory_floor"], found["memory_target"] = memory_floor(row, baseline), row.memory
@@ -91,13 +92,13 @@ def line_of(name: str, found: dict) -> str:
     if "memory" not in found:
         return line
     m = found["memory"]
-    line += f"{m['baseline_mib']:9.0f}{m['private_mib']:9.0f}{m['ratio']:7.3f}{m['resident']:7.2f}"
+    line += f"{m['baseline_mib']:9.0f}{m['private_mib']:9.0f}{m['ratio']:7.3f}{m['first']:7.3f}{m['resident']:7.2f}"
     return line + f"{found['memory_floor']:7.3f}{found['memory_target']:7.2f}"
 
 
 HEADER = (
     f"{'row':18}{'plain ms':>9}{'priv. ms':>10}{'time':>7}{'(quartiles)':>12}{'cpu':>7}{'floor':>7}{'target':>7}"
-    f"{'plain MiB':>10}{'private':>8}{'memory':>7}{'resid.':>7}{'floor':>7}{'target':>7}"
+    f"{'plain MiB':>10}{'private':>8}{'memory':>7}{'first':>7}{'resid.':>7}{'floor':>7}{'target':>7}"
 )
 
 
