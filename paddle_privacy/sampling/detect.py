@@ -162,10 +162,15 @@ def _unknown(sampler: Any, reason: str) -> SamplingScheme:
     return SamplingScheme("unknown", None, None, None, False, reason, sampler)
 
 
+SEARCHES = threading.RLock()
+"""Held while owners are counted: two threads that search at once would each count the other's references as owners."""
+
+
 def live_iterators(sampler: Any = None) -> list[Any]:
     """DataLoader iterators in use now; only those over ``sampler`` if given.
 
-    A search through every object the collector tracks: tens of milliseconds in a large process.
+    A search through every object the collector tracks: tens of milliseconds in a large process. Hold
+    :data:`SEARCHES` for as long as the result is held.
     """
     # type(), not isinstance(): lazy proxies among the live objects import things when asked for their class.
     found = [
@@ -228,7 +233,11 @@ def find_live_loader() -> Any | None:
 
     None where no loader is being iterated, or several are: a guess would be worth nothing.
     """
-    found = live_iterators()
+    with SEARCHES:
+        return _only_one_of(live_iterators())
+
+
+def _only_one_of(found: list[Any]) -> Any | None:
     if not found or any(it._batch_sampler is not found[0]._batch_sampler for it in found):
         return None
     return found[-1]

@@ -6,7 +6,7 @@ import sys
 import weakref
 from typing import Any
 
-from paddle_privacy.sampling.detect import SamplingScheme, in_use, live_iterators
+from paddle_privacy.sampling.detect import SEARCHES, SamplingScheme, in_use, live_iterators
 
 
 class PassCounter:
@@ -35,9 +35,8 @@ class PassCounter:
     def observe(self) -> int:
         """Passes that began with this ``backward()``: how often to charge one more participation of every row."""
         self._batches += 1
-        began = 0
-        if not self._settled():
-            began = self._search()
+        with SEARCHES:
+            began = 0 if self._settled() else self._search()
         if began == 0 and self._batches > self._batches_a_pass:
             began = 1
         if began:

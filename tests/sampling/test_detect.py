@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -234,3 +236,27 @@ def test_using_batches_twice_is_noticed(quiet):
 def test_only_shuffled_schemes_have_passes():
     with pytest.raises(ValueError, match="kind"):
         PassCounter(detect_sampling(PoissonBatchSampler(num_rows=9, batch_size=3)))
+
+
+def test_threads_that_search_at_once_do_not_take_an_abandoned_loader_for_one_in_use(quiet):
+    """Each search holds references of its own, which another one must not count as owners."""
+    loader = io.DataLoader(Rows(100), batch_size=4)
+    next(iter(loader))  # made to peek at a batch: its reader thread lives on
+    assert find_live_loader() is None
+    found = []
+
+    def search():
+        for _ in range(8):
+            found.append(find_live_loader())
+
+    threads = [threading.Thread(target=search) for _ in range(6)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [None] * 48
