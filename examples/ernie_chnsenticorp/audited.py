@@ -67,7 +67,7 @@ def distinct(rows: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return list({text: (text, label) for text, label in rows}.values())
 
 
-def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np.ndarray]:
+def scores_of(folder: Path, rows: list[tuple[str, int]], max_length: int = 48) -> tuple[np.ndarray, np.ndarray]:
     """Loss and class probabilities of each row."""
     import paddle
     from batches import pad_tokens
@@ -76,7 +76,7 @@ def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np
 
     with quiet_import():
         model, tokenizer = load(str(folder), 2, 0.0, folder)
-    ids = encode(tokenizer, [text for text, _ in rows], 48)
+    ids = encode(tokenizer, [text for text, _ in rows], max_length)
     encoded = [(tokens, label) for tokens, (_, label) in zip(ids, rows)]
     join = pad_tokens(tokenizer.pad_token_id)
     joined = [join(encoded[start : start + 128]) for start in range(0, len(encoded), 128)]

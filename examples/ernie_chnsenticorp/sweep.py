@@ -34,6 +34,10 @@ class Setting:
     private: str
     plain: str
 
+    @property
+    def slug(self) -> str:
+        return self.name.lower().replace(",", "").replace(" ", "-")
+
     def flags(self, epsilon: float) -> list[str]:
         if math.isinf(epsilon):
             return f"{self.shared} {self.plain} --non-private".split()
@@ -43,38 +47,32 @@ class Setting:
 SETTINGS = (
     Setting(
         "head",
-        "--strategy head --max-length 96",
+        "--strategy head --max-length 256",
         "--epochs 30 --batch-size 1024 --physical-batch-size 1024 --learning-rate 0.01 --clip-norm 1",
         "--epochs 10 --batch-size 32 --learning-rate 0.001",
     ),
     Setting(
         "last layer",
         "--freeze-layers 3 --max-length 96",
-        "--epochs 10 --batch-size 1024 --physical-batch-size 256 --learning-rate 0.001 --clip-norm 0.5",
-        "--epochs 4 --batch-size 32 --learning-rate 1e-4",
+        "--epochs 6 --batch-size 1024 --physical-batch-size 256 --learning-rate 2e-4 --clip-norm 0.5",
+        "--epochs 3 --batch-size 32 --learning-rate 1e-4",
     ),
     Setting(
-        "last two layers",
-        "--freeze-layers 2 --max-length 96",
-        "--epochs 10 --batch-size 1024 --physical-batch-size 128 --learning-rate 0.001 --clip-norm 0.5",
-        "--epochs 4 --batch-size 32 --learning-rate 1e-4",
+        "LoRA, last two layers",
+        "--strategy lora --freeze-layers 2 --max-length 64",
+        "--epochs 4 --batch-size 1024 --physical-batch-size 128 --learning-rate 1e-3 --clip-norm 0.5",
+        "--epochs 3 --batch-size 32 --learning-rate 5e-4",
     ),
     Setting(
-        "LoRA",
-        "--strategy lora --max-length 96",
-        "--epochs 10 --batch-size 1024 --physical-batch-size 64 --learning-rate 0.002 --clip-norm 0.5",
-        "--epochs 4 --batch-size 32 --learning-rate 5e-4",
-    ),
-    Setting(
-        "BiTFiT",
-        "--strategy bitfit --max-length 96",
-        "--epochs 10 --batch-size 1024 --physical-batch-size 64 --learning-rate 0.005 --clip-norm 0.5",
-        "--epochs 4 --batch-size 32 --learning-rate 1e-3",
+        "BiTFiT, last two layers",
+        "--strategy bitfit --freeze-layers 2 --max-length 64",
+        "--epochs 4 --batch-size 1024 --physical-batch-size 128 --learning-rate 2e-3 --clip-norm 0.5",
+        "--epochs 3 --batch-size 32 --learning-rate 1e-3",
     ),
     Setting(
         "full",
         "--strategy full --max-length 96",
-        "--epochs 10 --batch-size 1024 --physical-batch-size 64 --learning-rate 0.001 --clip-norm 0.5",
+        "--epochs 3 --batch-size 1024 --physical-batch-size 64 --learning-rate 2e-4 --clip-norm 0.5",
         "--epochs 4 --batch-size 32 --learning-rate 1e-4",
     ),
 )
@@ -108,7 +106,7 @@ def run(args: argparse.Namespace, setting: Setting, epsilon: float, seed: int) -
 
 
 def folder_name(setting: Setting, epsilon: float, seed: int) -> str:
-    return f"{setting.name.replace(' ', '-')}_{'inf' if math.isinf(epsilon) else f'{epsilon:g}'}_{seed}"
+    return f"{setting.slug}_{'inf' if math.isinf(epsilon) else f'{epsilon:g}'}_{seed}"
 
 
 def completed(output: Path, setting: Setting, epsilon: float) -> list[dict[str, Any]]:
@@ -157,7 +155,7 @@ def table(cells: list[tuple[Setting, float, list[dict[str, Any]]]]) -> str:
             str(flags["epochs"]),
             f"{flags['learning_rate']:g}",
             str(len(runs)),
-            f"{_mean(runs, 'cpu_seconds') / 60:.1f}",
+            f"{_mean(runs, 'cpu_seconds') / 60:.1f}" if all("cpu_seconds" in run for run in runs) else "–",
             f"{max(run['peak_memory_mib'] for run in runs) / 1024:.1f}",
         ]
         lines.append(f"| {' | '.join(columns)} |")
@@ -191,7 +189,7 @@ def plot(cells: list[tuple[Setting, float, list[dict[str, Any]]]], path: Path) -
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    by_name = {setting.name.replace(" ", "-"): setting for setting in SETTINGS}
+    by_name = {setting.slug: setting for setting in SETTINGS}
     parser.add_argument("--model", help="as train.py's; needed unless --table-only")
     parser.add_argument("--data", help="as train.py's; needed unless --table-only")
     parser.add_argument("--output", type=Path, required=True, help="folder of run folders, table.md and accuracy.png")

@@ -268,3 +268,17 @@ def test_the_sweep_asks_train_py_for_each_cell(monkeypatch, tmp_path):
             args = parse_arguments(["--model", "m", "--data", "d", *setting.flags(epsilon)])
             assert args.non_private == (epsilon == np.inf)
             assert args.non_private or args.epsilon == epsilon
+
+
+def test_membership_attack_beats_chance_on_a_model_that_learned_by_heart(run, small_folder, capsys):
+    """300 rows, many epochs, no privacy; and the number of rows on each side is that of the unseen test rows."""
+    import re
+
+    import membership
+
+    code, folder, _ = run("--non-private", "--epochs", "40", "--batch-size", "32", "--max-length", "32")
+    assert code == 0
+    assert membership.main(["--data", str(small_folder), str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "59 members, 59 non-members" in shown
+    assert float(re.search(r"AUC (\d\.\d+)", shown)[1]) > 0.7
