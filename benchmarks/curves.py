@@ -5,9 +5,9 @@
 
 Each curve is a JSON and a PNG (matplotlib). The exponent k of y = c·xᵏ is the slope of least squares through the
 logarithms of the upper half of the points, where constant costs weigh least. Times are medians of processor
-time, all points and both kinds in turns; memory is the peak that Paddle's allocator handed out during a step, above what
-was allocated before the model was made.
-The model is an encoder of 2 layers of width 128 unless it is what varies. (`scaling.py` is about many processes.)
+time, all points and both kinds in turns; memory is the peak that Paddle's allocator handed out during a step, above
+what was allocated before the model was made. The model is an encoder of 2 layers of width 128 unless it is what varies.
+(`scaling.py` is about many processes.)
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ CURVES: dict[str, Curve] = {
 
 
 def median_seconds(points: list[dict[str, Callable[[], object]]], repetitions: int) -> dict[str, list[float]]:
-    """For each kind the medians at all points, in turns: a machine that gets slower for a while does not tilt a curve."""
+    """For each kind the medians at all points, in turns: a machine that is slower for a while does not tilt a curve."""
     seconds: list[dict[str, list[float]]] = [{kind: [] for kind in steps} for steps in points]
     for _ in range(repetitions):
         for found, steps in zip(seconds, points):
@@ -162,7 +162,7 @@ def measure_sampler(repetitions: int) -> dict:
 
 
 def finish(name: str, label: str, expected: str, x: list[int], measured: Measured) -> dict:
-    found = {"curve": name, "x": label, "values": x, "expected": expected, "measured": {}}
+    found = {"curve": name, "x": label, "values": x, "expected": expected, "clock": "processor", "measured": {}}
     for kind, both in measured.items():
         exponents = {quantity: round(exponent(x, y), 2) for quantity, y in both.items()}
         rounded = {quantity: [float(f"{value:.4g}") for value in y] for quantity, y in both.items()}
@@ -180,7 +180,7 @@ def draw(found: dict, path: Path) -> None:
     import matplotlib.ticker
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, quantity, label in zip(axes, ("seconds", "mib"), ("processor seconds a step", "peak MiB")):
+    for axis, quantity, label in zip(axes, ("seconds", "mib"), (f"{found['clock']} seconds a step", "peak MiB")):
         for (kind, measured), marker in zip(found["measured"].items(), "so"):
             slope = measured["exponents"][quantity]
             axis.loglog(found["values"], measured[quantity], marker=marker, label=f"{kind}: exponent {slope:.2f}")
@@ -188,7 +188,9 @@ def draw(found: dict, path: Path) -> None:
         axis.set_xticks(ticks, [f"{x:,}" if x < 10**5 else f"{x:.2g}".replace("e+0", "e") for x in ticks])
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.set_xlabel(found["x"])
-        axis.set_ylabel("processor seconds a batch" if found["curve"] == "sampler" and quantity == "seconds" else label)
+        axis.set_ylabel(
+            f"{found['clock']} seconds a batch" if found["curve"] == "sampler" and quantity == "seconds" else label
+        )
         axis.grid(True, which="major", alpha=0.3)
         axis.legend(frameon=False)
     figure.savefig(path, dpi=80)
