@@ -21,7 +21,6 @@ from images import DataError, Images, load
 from networks import NETWORKS
 from paddle.io import DataLoader
 from paddle.nn import functional as F
-from paddle.optimizer.lr import LambdaDecay
 
 from paddle_privacy import DPSGD, DPAdam, Ledger, PoissonBatchSampler
 
@@ -45,16 +44,15 @@ class RowNumbers:
         return row
 
 
-def private_optimizer(args: argparse.Namespace, model: Any, images: Images, ledger: Any) -> tuple[DataLoader, Any, Any]:
-    """Poisson batches, the optimizer that clips, adds noise and counts, and its learning rate."""
+def private_optimizer(args: argparse.Namespace, model: Any, images: Images, ledger: Any) -> tuple[DataLoader, Any]:
+    """Poisson batches, and the optimizer that clips, adds noise and counts."""
     pixels, labels = images.train
     rows = RowNumbers(len(pixels))
     sampler = PoissonBatchSampler(rows, args.batch_size, max_physical_batch_size=args.physical_batch_size)
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=lambda batch: (pixels[batch], labels[batch]))
-    schedule = linear_decay(args.learning_rate, args.epochs * len(loader))
     optimizer = {"adam": DPAdam, "sgd": DPSGD}[args.optimizer](
         parameters=model.parameters(),
-        learning_rate=schedule,
+        learning_rate=args.learning_rate,
         clip_norm=args.clip_norm,
         batch_size=args.batch_size,
         epochs=args.epochs,
@@ -65,37 +63,26 @@ def private_optimizer(args: argparse.Namespace, model: Any, images: Images, ledg
         accountant=args.accountant,
         ledger=ledger,
     )
-    return loader, optimizer, schedule
+    return loader, optimizer
 
 
-def plain_optimizer(args: argparse.Namespace, model: Any, images: Images) -> tuple[DataLoader, Any, Any]:
+def plain_optimizer(args: argparse.Namespace, model: Any, images: Images) -> tuple[DataLoader, Any]:
     pixels, labels = images.train
     rows = RowNumbers(len(pixels))
     loader = DataLoader(
         rows, batch_size=args.batch_size, shuffle=True, collate_fn=lambda batch: (pixels[batch], labels[batch])
     )
     make = {"adam": paddle.optimizer.Adam, "sgd": paddle.optimizer.SGD}[args.optimizer]
-    schedule = linear_decay(args.learning_rate, args.epochs * len(loader))
-    return loader, make(parameters=model.parameters(), learning_rate=schedule), schedule
+    return loader, make(parameters=model.parameters(), learning_rate=args.learning_rate)
 
 
-def linear_decay(peak: float, steps: int) -> LambdaDecay:
-    """From ``peak`` towards 0 after the last step: late steps then move the weights less than their noise would."""
-    return LambdaDecay(peak, lambda step: max(0.0, 1.0 - step / steps))
-
-
-def train(
-    args: argparse.Namespace, model: Any, images: Images, loader: DataLoader, optimizer: Any, schedule: Any
-) -> None:
+def train(args: argparse.Namespace, model: Any, images: Images, loader: DataLoader, optimizer: Any) -> None:
     started = time.monotonic()
     for epoch in range(1, args.epochs + 1):
         for pixels, labels in loader:
             F.cross_entropy(model(pixels), labels).backward()
             optimizer.step()
             optimizer.clear_grad()
-            # Under --physical-batch-size a step takes several pieces.
-            if args.non_private or optimizer.spending.steps > schedule.last_epoch:
-                schedule.step()
         # The training loss is not shown: it is a function of rows that ε does not cover.
         found = {"epoch": epoch, "dev_accuracy": accuracy(model, images.dev)}
         found["epsilon"] = None if args.non_private else optimizer.get_privacy_spent(args.delta).epsilon
@@ -178,16 +165,16 @@ def main(argv: list[str] | None = None) -> int:
         paddle.seed(args.seed)
         model = NETWORKS[args.network](images.size)
         if args.non_private:
-            loader, optimizer, schedule = plain_optimizer(args, model, images)
+            loader, optimizer = plain_optimizer(args, model, images)
         else:
             ledger = Ledger(args.output / "ledger.jsonl")
-            loader, optimizer, schedule = private_optimizer(args, model, images, ledger)
+            loader, optimizer = private_optimizer(args, model, images, ledger)
     except (DataError, FileExistsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     flags = {name: str(value) if name == "output" else value for name, value in vars(args).items()}
     (args.output / "config.json").write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
-    train(args, model, images, loader, optimizer, schedule)
+    train(args, model, images, loader, optimizer)
     if not args.non_private:
         ledger.close()
     paddle.save(model.state_dict(), str(args.output / "model.pdparams"))
