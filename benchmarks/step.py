@@ -38,8 +38,9 @@ from measure import (
 from workloads import QUICK, ROWS, Row
 
 RECORDED = Path(__file__).with_name("step_quick.json")
-# A quick row is reported where its processor-time ratio is above the recorded one by more than this share of it.
-MARGIN = 0.10
+# A quick row is reported where it is above the recorded one by more than this share of it. On a crowded machine the
+# ratios of processor time were found up to 25 % higher; memory does not depend on that.
+MARGINS = {"cpu": 0.30, "private_mib": 0.05}
 
 
 def time_floor(row: Row, baseline: float, rates: Rates) -> float:
@@ -143,8 +144,8 @@ def quick(record: bool) -> int:
         line = f"{name:18}{now['time']:7.2f}{now['cpu']:7.2f}"
         if before is not None:
             line += f"{before['cpu']:10.2f}{now['private_mib']:8.0f}{before['private_mib']:10.0f}"
-            for key in ("cpu", "private_mib"):
-                if now[key] > (1 + MARGIN) * before[key]:
+            for key, margin in MARGINS.items():
+                if now[key] > (1 + margin) * before[key]:
                     worse.append(f"{name}: {key} {before[key]:.2f} -> {now[key]:.2f}")
         print(line, flush=True)
     if record:
@@ -153,7 +154,8 @@ def quick(record: bool) -> int:
         print(f"recorded in {RECORDED.name}")
         return 0
     print(f"{time.perf_counter() - start:.0f} s")
-    print("\n".join(["worse by more than 10 %:", *worse]) if worse else "no row is worse by more than 10 %")
+    beyond = f"by more than {MARGINS['cpu']:.0%} in processor time or {MARGINS['private_mib']:.0%} in memory"
+    print("\n".join([f"worse {beyond}:", *worse]) if worse else f"no row is worse {beyond}")
     return len(worse)
 
 
