@@ -34,13 +34,15 @@ PRESETS = {
     ("tiny", False): Preset(5, 128, 2e-3, None, 48, None, 0.0),
     ("pretrained", True): Preset(10, 1024, 1e-3, 0.1, 128, 64, 0.0),
     ("pretrained", False): Preset(4, 32, 5e-5, None, 128, None, 0.1),
+    ("head", True): Preset(30, 1024, 1e-2, 1.0, 256, 1024, 0.0),
+    ("head", False): Preset(10, 32, 1e-3, None, 256, None, 0.1),
 }
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Fine-tune ERNIE for text classification with differential privacy.",
-        epilog="Flags marked * have a default that depends on --model and --non-private; config.json records it.",
+        epilog="The default of a flag marked * depends on --model, --strategy and --non-private; config.json has it.",
     )
     add = parser.add_argument
     add("--model", default="tiny", help="PaddleNLP name, local directory, or tiny: a small untrained ERNIE (default)")
@@ -98,7 +100,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--label-words is used by --strategy prompt only")
     if args.strategy == "head" and args.freeze_layers is not None:
         parser.error("--strategy head freezes all layers; leave --freeze-layers out")
-    preset = PRESETS["tiny" if args.model == "tiny" else "pretrained", not plain]
+    kind = "tiny" if args.model == "tiny" else "head" if args.strategy == "head" else "pretrained"
+    preset = PRESETS[kind, not plain]
     for name, value in vars(preset).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

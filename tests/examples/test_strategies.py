@@ -196,6 +196,18 @@ def test_flags_that_contradict_each_other_are_refused(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_the_head_on_its_own_is_the_measured_setting():
+    """`--strategy head` alone has the flags under which RESULTS.md measured it, with and without privacy."""
+    import sweep
+    from arguments import parse_arguments
+
+    measured = next(setting for setting in sweep.SETTINGS if setting.name == "head")
+    for epsilon, extra in ((3.0, []), (np.inf, ["--non-private"])):
+        given = parse_arguments(["--model", "m", "--data", "d", "--output", "o", *measured.flags(epsilon)])
+        alone = parse_arguments(["--model", "m", "--data", "d", "--output", "o", "--strategy", "head", *extra])
+        assert vars(alone) == vars(given)
+
+
 def test_moving_average_is_the_weighted_sum_of_the_weights():
     import paddle
     from averaging import MovingAverage
