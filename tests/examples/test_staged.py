@@ -5,7 +5,10 @@ import pytest
 import reviews
 from conftest import read
 
-FLAGS = ("--batch-size", "40", "--epochs", "3", "--max-length", "8", "--learning-rate", "0.03")
+EPOCHS = 8
+# Batches are drawn anew each time: at three times this rate one run in ten ended where it began. Of twenty runs like
+# this all were right on every dev row, with a loss of at most 0.013.
+FLAGS = ("--batch-size", "40", "--epochs", str(EPOCHS), "--max-length", "8", "--learning-rate", "0.01")
 
 
 def write(folder, rows):
@@ -32,7 +35,7 @@ def test_it_learns_and_the_private_stage_starts_afresh(run, easy, begun, tmp_pat
     assert found["learns"]
     assert found["dev_accuracy_after"] > 0.9
     assert "not private" in found["statement"]
-    assert found["steps"] == 3 * 5
+    assert found["steps"] == EPOCHS * 5
     assert read(folder, "summary.json")["epsilon"] <= 3.0
 
     run(*FLAGS, "--epochs", "1", output=tmp_path / "unstaged")
