@@ -9,7 +9,7 @@ from pathlib import Path
 
 from resuming import ResumeError, restored_flags
 
-STRATEGIES = ("full", "lora", "bitfit", "head", "prompt")
+STRATEGIES = ("full", "lora", "bitfit", "head", "probe", "prompt")
 OPTIMIZERS = ("adamw", "adam", "adambc", "momentum", "sgd")
 CLIPPINGS = ("flat", "per_layer", "automatic", "psac", "adaptive")
 ACCOUNTANTS = ("pld", "rdp", "zcdp")
@@ -36,6 +36,8 @@ PRESETS = {
     ("pretrained", False): Preset(4, 32, 5e-5, None, 128, None, 0.1),
     ("head", True): Preset(30, 1024, 1e-2, 1.0, 256, 1024, 0.0),
     ("head", False): Preset(10, 32, 1e-3, None, 256, None, 0.1),
+    ("probe", True): Preset(30, 1024, 1e-2, 1.0, 256, 1024, 0.0),
+    ("probe", False): Preset(10, 32, 1e-3, None, 256, None, 0.0),
 }
 
 
@@ -98,9 +100,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--optimizer adambc corrects for privacy noise, which --non-private does not add")
     if args.label_words is not None and args.strategy != "prompt":
         parser.error("--label-words is used by --strategy prompt only")
-    if args.strategy == "head" and args.freeze_layers is not None:
-        parser.error("--strategy head freezes all layers; leave --freeze-layers out")
-    kind = "tiny" if args.model == "tiny" else "head" if args.strategy == "head" else "pretrained"
+    if args.strategy in ("head", "probe") and args.freeze_layers is not None:
+        parser.error(f"--strategy {args.strategy} freezes all layers; leave --freeze-layers out")
+    kind = "tiny" if args.model == "tiny" else args.strategy if args.strategy in ("head", "probe") else "pretrained"
     preset = PRESETS[kind, not plain]
     for name, value in vars(preset).items():
         if getattr(args, name) is None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import predict
 import reviews
-from ernie import encode, load, quiet_import
 
 EPSILON, DELTA = 3.0, 1e-5
 
@@ -67,21 +67,14 @@ def distinct(rows: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return list({text: (text, label) for text, label in rows}.values())
 
 
-def scores_of(folder: Path, rows: list[tuple[str, int]], max_length: int = 48) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and class probabilities of each row."""
-    import paddle
-    from batches import pad_tokens
-
+def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and class probabilities of each row under the model that a run saved in ``folder``."""
     from paddle_privacy.audit import losses_and_probabilities
 
-    with quiet_import():
-        model, tokenizer = load(str(folder), 2, 0.0, folder)
-    ids = encode(tokenizer, [text for text, _ in rows], max_length)
-    encoded = [(tokens, label) for tokens, (_, label) in zip(ids, rows)]
-    join = pad_tokens(tokenizer.pad_token_id)
-    joined = [join(encoded[start : start + 128]) for start in range(0, len(encoded), 128)]
-    batches = [(*map(paddle.to_tensor, inputs), labels) for inputs, labels in joined]
-    return losses_and_probabilities(model, batches)
+    classifier = predict.load(folder)
+    return losses_and_probabilities(
+        classifier.network, [(*inputs, labels) for inputs, labels in classifier.batches(rows)]
+    )
 
 
 def write_tsv(path: Path, rows: list[tuple[str, int]]) -> None:

@@ -10,7 +10,6 @@ little off 1/2 is no evidence of a leak; audited.py, where a coin decides who is
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -37,10 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     included = np.arange(len(rows)) < len(chosen)
     table = []
     for run in args.runs:
-        flags = json.loads((run / "config.json").read_text(encoding="utf-8"))["flags"]
-        if flags["strategy"] == "prompt":
-            raise SystemExit(f"{run}: a prompt's scores are not those of a classifier; pass runs of another strategy")
-        losses, _ = scores_of(run / "model", rows, flags["max_length"])
+        losses, _ = scores_of(run / "model", rows)
         found = evaluate_attack("loss threshold", loss_threshold_scores(losses), included)
         low, high = found.auc_interval
         table.append((str(run), f"AUC {found.auc:.3f} ({low:.3f} – {high:.3f})"))

@@ -7,6 +7,7 @@ would be thrown away. Scores are those of the whole model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,26 @@ class PoolerHead(nn.Layer):
         return self.classifier(self.dropout(self.pooler(state.unsqueeze(1))))
 
 
+class Probe(nn.Layer):
+    """Two layers on what :func:`layer_features` makes of a text.
+
+    Args:
+        inputs: values of a text, of root mean square 1.
+        hidden: units between the two layers.
+        classes: scores.
+    """
+
+    def __init__(self, inputs: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(inputs, hidden)
+        # Small, so that at first no row is classified for sure: such rows have no gradient to learn from.
+        small = paddle.ParamAttr(initializer=nn.initializer.Normal(std=0.02))
+        self.classifier = nn.Linear(hidden, classes, weight_attr=small)
+
+    def forward(self, features: paddle.Tensor) -> paddle.Tensor:
+        return self.classifier(nn.functional.relu(self.hidden(features)))
+
+
 class WordHead(nn.Layer):
     """The masked-language-model head, asked about one word per class only.
 
@@ -118,22 +139,54 @@ def frozen_states(model: Any, rows: EncodedRows, pad_id: int, layers: int, posit
     Without dropout. Where these are all layers, ``[1, d]``: only the state at ``position`` is used.
     """
     base = model.base_model
-    join = pad_tokens(pad_id)
-    states: list[Any] = [None] * len(rows)
     frozen = list(base.encoder.layers)[:layers]
     only = layers == len(base.encoder.layers)
+
+    def run(ids: paddle.Tensor) -> paddle.Tensor:
+        mask = _attention_mask(ids == pad_id)
+        output = base.embeddings(input_ids=ids)
+        for layer in frozen[:-1] if only else frozen:
+            output = layer(output, mask)
+        return _at_position(frozen[-1], output, mask, position).unsqueeze(1) if only else output
+
+    return _without_gradients(model, rows, pad_id, run)
+
+
+def layer_features(model: Any, rows: EncodedRows, pad_id: int) -> EncodedRows:
+    """In place of each row's tokens, its state at [CLS] and its mean state in each encoder layer, float32 ``[1, 2Ld]``.
+
+    Without dropout; scaled to a root mean square of 1, so that no row's gradient is long because its states are.
+    """
+    base = model.base_model
+
+    def run(ids: paddle.Tensor) -> paddle.Tensor:
+        padding = ids == pad_id
+        mask = _attention_mask(padding)
+        tokens = (~padding).astype("float32").unsqueeze(-1)
+        output, found = base.embeddings(input_ids=ids), []
+        for layer in base.encoder.layers:
+            output = layer(output, mask)
+            found += [output[:, FIRST], (output * tokens).sum(1) / tokens.sum(1)]
+        features = paddle.concat(found, axis=-1)
+        return (features / features.square().mean(-1, keepdim=True).sqrt()).unsqueeze(1)
+
+    return _without_gradients(model, rows, pad_id, run)
+
+
+def features_width(model: Any) -> int:
+    """2Ld of :func:`layer_features`."""
+    return 2 * len(model.base_model.encoder.layers) * int(model.config.hidden_size)
+
+
+def _without_gradients(model: Any, rows: EncodedRows, pad_id: int, run: Callable[[Any], paddle.Tensor]) -> EncodedRows:
+    """``run`` on padded token ids ``[B, T]``, of whose ``[B, T, d]`` (or ``[B, 1, d]``) each row keeps its tokens."""
+    join = pad_tokens(pad_id)
+    states: list[Any] = [None] * len(rows)
     model.eval()
     with paddle.no_grad():
         for chosen in by_length(rows, BATCH):
             (input_ids,), _ = join([rows[row] for row in chosen])
-            ids = paddle.to_tensor(input_ids)
-            mask = _attention_mask(ids == pad_id)
-            output = base.embeddings(input_ids=ids)
-            for layer in frozen[:-1] if only else frozen:
-                output = layer(output, mask)
-            if only:
-                output = _at_position(frozen[-1], output, mask, position).unsqueeze(1)
-            for row, state in zip(chosen, output.numpy()):
+            for row, state in zip(chosen, run(paddle.to_tensor(input_ids)).numpy()):
                 states[row] = np.ascontiguousarray(state[: len(rows.inputs[row])])
     model.train()
     return EncodedRows(states, rows.labels)

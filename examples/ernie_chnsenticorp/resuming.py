@@ -110,14 +110,14 @@ class Checkpoints:
 
 
 class _Weights:
-    """What a checkpoint holds of the model: parameters that are trained, by their path, and their average.
+    """What a checkpoint holds of the network: parameters that are trained, by their path, and their average.
 
     Frozen ones are those of the original model, which a resumed run loads anyway.
     """
 
     def __init__(self, task: Task, average: MovingAverage | None) -> None:
         trained = {id(parameter) for parameter in task.trained_parameters}
-        named = task.model.named_parameters()
+        named = task.network.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if id(parameter) in trained}
         averages = [] if average is None else average.average
         self._averages = {f"average {number}": tensor for number, tensor in enumerate(averages)}

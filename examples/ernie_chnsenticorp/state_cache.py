@@ -15,10 +15,15 @@ from batches import EncodedRows
 
 
 def cached_states(
-    folder: Path, model: Any, rows: EncodedRows, layers: int, position: int, compute: Callable[[], EncodedRows]
+    folder: Path, model: Any, rows: EncodedRows, layers: int, what: str, compute: Callable[[], EncodedRows]
 ) -> EncodedRows:
-    """``compute()``, or what it returned for the same frozen weights and rows before; mapped from the file."""
-    name = _digest(model, rows, layers, position)
+    """``compute()``, or what it returned for the same frozen weights and rows before; mapped from the file.
+
+    Args:
+        layers: how many encoder layers are frozen.
+        what: names what ``compute`` makes of them.
+    """
+    name = _digest(model, rows, layers, what)
     path, lengths_path = folder / f"{name}.npy", folder / f"{name}-lengths.npy"
     if not lengths_path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,8 +36,8 @@ def cached_states(
     return EncodedRows([joined[start:end] for start, end in zip(np.r_[0, ends[:-1]], ends)], rows.labels)
 
 
-def _digest(model: Any, rows: EncodedRows, layers: int, position: int) -> str:
-    digest = hashlib.sha256(f"{layers} {position}".encode())
+def _digest(model: Any, rows: EncodedRows, layers: int, what: str) -> str:
+    digest = hashlib.sha256(f"{layers} {what}".encode())
     for part in (model.base_model.embeddings, *list(model.base_model.encoder.layers)[:layers]):
         for name, parameter in part.named_parameters():
             digest.update(name.encode())

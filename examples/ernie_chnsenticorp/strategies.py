@@ -1,7 +1,8 @@
 """Which parameters are trained, and through which head the model classifies.
 
 `full` trains everything; `lora` low-rank updates of the query and value projections (Hu et al. 2022); `bitfit` the bias
-terms (Ben Zaken et al. 2022); `head` the pooler and classifier alone; `prompt` puts "很[MASK]。" before the text and
+terms (Ben Zaken et al. 2022); `head` the pooler and classifier alone; `probe` a new network of two layers that sees
+what every frozen layer makes of the text; `prompt` puts "很[MASK]。" before the text and
 compares the masked-language-model's scores of one word per class (Schick and Schütze 2021). `--freeze-layers K` leaves
 the embeddings and the first K encoder layers out, with any of them.
 """
@@ -15,6 +16,7 @@ import ernie
 import network
 
 LORA_RANK = 8
+PROBE_UNITS = 384
 MASK = "[MASK]"
 
 
@@ -53,19 +55,26 @@ def read_prompt(tokenizer: Any, template: str, words: list[str] | None, labels: 
     return Prompt([*start, tokenizer.mask_token_id, *end], 1 + len(start), ids)
 
 
-def choose_parameters(model: Any, strategy: str, frozen_layers: int | None) -> None:
+def frozen_layers(model: Any, strategy: str, asked: int | None) -> int | None:
+    """How many encoder layers are run once and for all: all of them under a strategy that trains a head alone."""
+    return len(model.base_model.encoder.layers) if strategy in ("head", "probe") else asked
+
+
+def choose_parameters(model: Any, strategy: str, frozen: int | None) -> None:
     """Marks what is trained; `lora` also puts its factors into ``model``.
 
     Raises:
         ernie.ModelError: the model has fewer layers than are to be frozen, or is not built as the strategy needs.
     """
     if strategy == "lora":
-        _add_lora(model, frozen_layers or 0)
-    ernie.freeze_layers(model, frozen_layers)
+        _add_lora(model, frozen or 0)
+    ernie.freeze_layers(model, frozen)
     base = model.base_model
     if strategy == "head":
         _freeze(base)
         _train(base.pooler)
+    elif strategy == "probe":
+        _freeze(model)
     elif strategy == "bitfit":
         for name, parameter in base.named_parameters():
             if not name.endswith("bias") and not name.startswith("pooler"):
@@ -85,13 +94,13 @@ def choose_parameters(model: Any, strategy: str, frozen_layers: int | None) -> N
         output.bias.stop_gradient = True
 
 
-def build_network(model: Any, prompt: Prompt | None, frozen_layers: int | None) -> Any:
+def build_network(model: Any, strategy: str, prompt: Prompt | None, frozen: int | None) -> Any:
     """What maps a batch's inputs to scores: from tokens, or from the output of the frozen layers.
 
     Raises:
         ernie.ModelError: layers are frozen in a model whose parts are not where ERNIE has them.
     """
-    start = frozen_layers or 0
+    start = frozen or 0
     position = network.FIRST if prompt is None else prompt.position
     if prompt is None and not _is_like_ernie(model):
         if start:
@@ -100,7 +109,12 @@ def build_network(model: Any, prompt: Prompt | None, frozen_layers: int | None) 
                 "pooler, classifier); leave it out"
             )
         return model
-    head = network.PoolerHead(model) if prompt is None else network.WordHead(model, prompt.words)
+    head: Any
+    if strategy == "probe":
+        width = network.features_width(model)
+        head = network.Probe(width, PROBE_UNITS, model.config.num_labels)
+    else:
+        head = network.PoolerHead(model) if prompt is None else network.WordHead(model, prompt.words)
     return network.Upper(model, head, start, position) if start else network.Whole(model, head, position)
 
 

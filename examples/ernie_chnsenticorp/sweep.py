@@ -52,6 +52,12 @@ SETTINGS = (
         "--epochs 10 --batch-size 32 --learning-rate 0.001",
     ),
     Setting(
+        "probe",
+        "--strategy probe --max-length 256",
+        "--epochs 30 --batch-size 1024 --physical-batch-size 1024 --learning-rate 0.01 --clip-norm 1",
+        "--epochs 10 --batch-size 32 --learning-rate 0.001",
+    ),
+    Setting(
         "last layer",
         "--freeze-layers 3 --max-length 96",
         "--epochs 6 --batch-size 1024 --physical-batch-size 256 --learning-rate 2e-4 --clip-norm 0.5",

@@ -14,7 +14,7 @@ import numpy as np
 import reviews
 import strategies
 from batches import EncodedRows, Join, pad_states, pad_tokens, shortest_first
-from network import FIRST, frozen_states
+from network import FIRST, frozen_states, layer_features
 from state_cache import cached_states
 
 
@@ -66,9 +66,9 @@ def prepare(args: argparse.Namespace, model_folder: Path, data: reviews.Reviews)
     model.config.id2label = dict(enumerate(data.labels))
     model.config.label2id = {label: number for number, label in enumerate(data.labels)}
     prompt = strategies.read_prompt(tokenizer, args.prompt, args.label_words, data.labels) if prompted else None
-    frozen = len(model.base_model.encoder.layers) if args.strategy == "head" else args.freeze_layers
+    frozen = strategies.frozen_layers(model, args.strategy, args.freeze_layers)
     strategies.choose_parameters(model, args.strategy, frozen)
-    network = strategies.build_network(model, prompt, frozen)
+    network = strategies.build_network(model, args.strategy, prompt, frozen)
     join = pad_states if frozen else pad_tokens(tokenizer.pad_token_id)
 
     def encode(rows: list[reviews.Row]) -> EncodedRows:
@@ -80,11 +80,14 @@ def prepare(args: argparse.Namespace, model_folder: Path, data: reviews.Reviews)
         position = prompt.position if prompt else FIRST
 
         def compute() -> EncodedRows:
+            if args.strategy == "probe":
+                return layer_features(model, encoded, tokenizer.pad_token_id)
             return frozen_states(model, encoded, tokenizer.pad_token_id, frozen, position)
 
         if args.state_cache is None:
             return compute()
-        return cached_states(args.state_cache, model, encoded, frozen, position, compute)
+        what = "features" if args.strategy == "probe" else str(position)
+        return cached_states(args.state_cache, model, encoded, frozen, what, compute)
 
     train = shortest_first(encode(train_rows))
     bound = args.clip_norm

@@ -18,7 +18,6 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from arguments import parse_arguments
@@ -59,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    import predict
     import reviews
     import staged
     from evaluation import evaluate
@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
         ended = train(args, task, training, progress, folder.append_metrics, checkpoints.save)
 
     folder.save_model(plain_model(task.model), task.tokenizer)
-    if task.prompt is not None:
-        folder.write_json("model/prompt.json", asdict(task.prompt))
+    predict.save(folder.model, task, args.strategy, args.max_length)
     score = evaluate(task.network, task.test, task.join)
     seconds = earlier + time.monotonic() - started
     summary = summarise(args, task, score, training.optimizer, ended, training.steps_taken, seconds)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import predict
 import pytest
 
 # Flags, and a pattern of the parameters that must move; all others must stay.
@@ -16,6 +17,7 @@ STRATEGIES = {
     ),
     "bitfit": ("--strategy bitfit", "bias|pooler|classifier"),
     "head": ("--strategy head", "pooler|classifier"),
+    "probe": ("--strategy probe", "nothing that PaddleNLP knows of"),
     "prompt": (
         "--strategy prompt",
         "encoder|position|token_type|embeddings.layer_norm|cls.predictions.transform|cls.predictions.layer_norm",
@@ -82,7 +84,7 @@ def test_a_strategy_moves_its_parameters_and_no_others(run, pretrained, tmp_path
         assert moved == any(part in parameter for part in moving.split("|")), parameter
 
 
-@pytest.mark.parametrize("flags", [flags for flags, _ in STRATEGIES.values()])
+@pytest.mark.parametrize("flags", [flags for flags, _ in STRATEGIES.values() if "probe" not in flags])
 def test_the_saved_model_scores_as_the_trained_one_did(run, pretrained, small_folder, tmp_path, flags):
     """Through PaddleNLP's own forward pass: the network's shortcuts and merged factors change nothing."""
     import ernie
@@ -93,19 +95,59 @@ def test_the_saved_model_scores_as_the_trained_one_did(run, pretrained, small_fo
     assert code == 0, shown
     prompted = "prompt" in flags
     model, tokenizer = ernie.load(str(folder / "model"), 2, 0.0, tmp_path / "again", masked_lm=prompted)
-    prompt = json.loads((folder / "model" / "prompt.json").read_text(encoding="utf-8")) if prompted else None
+    prompt = json.loads((folder / "model" / "recipe.json").read_text(encoding="utf-8"))["prompt"]
     test = reviews.load(str(small_folder)).test
     rows = ernie.encode(tokenizer, [text for text, _ in test], 24, prompt["before"] if prompted else ())
     model.eval()
-    correct = []
+    correct, probabilities = [], []
     for ids, (_, label) in zip(rows, test):
         scores = model(paddle.to_tensor(ids[None])).numpy()[0]
         if prompted:
             assert ids[prompt["position"]] == tokenizer.mask_token_id
             scores = scores[prompt["position"], prompt["words"]]
         correct.append(int(scores.argmax(-1)) == label)
+        probabilities.append(np.exp(scores) / np.exp(scores).sum())
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert np.mean(correct) == summary["test_accuracy"]
+    found = predict.load(folder / "model").probabilities([text for text, _ in test])
+    np.testing.assert_allclose(found, probabilities, rtol=1e-3, atol=1e-6)
+
+
+def test_a_probe_sees_every_layer_and_predicts_as_it_was_tested(run, pretrained, small_folder, tmp_path, capsys):
+    """Its features against PaddleNLP's hidden states row by row, without padding; then the saved probe."""
+    import ernie
+    import paddle
+    import reviews
+
+    code, folder, shown = run("--model", str(pretrained), "--strategy", "probe", *FEW_STEPS)
+    assert code == 0, shown
+    test = reviews.load(str(small_folder)).test
+    texts = [text for text, _ in test]
+    found = predict.load(folder / "model").probabilities(texts)
+    right = [shares.argmax() == label for shares, (_, label) in zip(found, test)]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert np.mean(right) == summary["test_accuracy"]
+
+    model, tokenizer = ernie.load(str(pretrained), 2, 0.0, tmp_path / "again")
+    model.eval()
+    weights = {name: value.numpy() for name, value in paddle.load(str(folder / "model" / predict.PROBE)).items()}
+    for ids, shares in zip(ernie.encode(tokenizer, texts, 24), found):
+        layers = model(paddle.to_tensor(ids[None]), output_hidden_states=True, return_dict=True).hidden_states[1:]
+        parts = [part for layer in layers for part in (layer[0, 0].numpy(), layer[0].mean(0).numpy())]
+        features = np.concatenate(parts).astype(np.float64)
+        features /= np.sqrt(np.mean(features**2))
+        units = np.maximum(features @ weights["hidden.weight"] + weights["hidden.bias"], 0)
+        scores = units @ weights["classifier.weight"] + weights["classifier.bias"]
+        np.testing.assert_allclose(shares, np.exp(scores) / np.exp(scores).sum(), rtol=1e-3)
+
+    assert predict.main([str(folder), *texts[:2]]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{shares.argmax()}\t{shares.max():.3f}\t{text}" for shares, text in zip(found[:2], texts[:2])]
+
+
+def test_a_run_without_a_saved_model_is_named(tmp_path, capsys):
+    assert predict.main([str(tmp_path), "好"]) == 2
+    assert "recipe.json is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["", "--freeze-layers 1", "--freeze-layers 2"])
@@ -188,6 +230,7 @@ def test_flags_that_contradict_each_other_are_refused(capsys):
 
     for flags, message in (
         (["--strategy", "head", "--freeze-layers", "1"], "freezes all layers"),
+        (["--strategy", "probe", "--freeze-layers", "1"], "freezes all layers"),
         (["--label-words", "差,好"], "--strategy prompt only"),
         (["--non-private", "--optimizer", "adambc"], "privacy noise"),
     ):
@@ -196,15 +239,16 @@ def test_flags_that_contradict_each_other_are_refused(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_the_head_on_its_own_is_the_measured_setting():
+@pytest.mark.parametrize("strategy", ["head", "probe"])
+def test_a_head_on_its_own_is_the_measured_setting(strategy):
     """`--strategy head` alone has the flags under which RESULTS.md measured it, with and without privacy."""
     import sweep
     from arguments import parse_arguments
 
-    measured = next(setting for setting in sweep.SETTINGS if setting.name == "head")
+    measured = next(setting for setting in sweep.SETTINGS if setting.name == strategy)
     for epsilon, extra in ((3.0, []), (np.inf, ["--non-private"])):
         given = parse_arguments(["--model", "m", "--data", "d", "--output", "o", *measured.flags(epsilon)])
-        alone = parse_arguments(["--model", "m", "--data", "d", "--output", "o", "--strategy", "head", *extra])
+        alone = parse_arguments(["--model", "m", "--data", "d", "--output", "o", "--strategy", strategy, *extra])
         assert vars(alone) == vars(given)
 
 
