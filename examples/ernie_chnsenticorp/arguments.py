@@ -73,6 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=_layers, default=0, help="of initial weights; noise and sampling use the system's randomness")
     add("--output", type=Path, help="run folder, must be new (default runs/DATE-TIME)")
     add("--keep-duplicates", action="store_true", help="train on repeated texts; each copy weakens their protection")
+    add("--drop-test-texts", action="store_true", help="leave out training rows whose text stands in the test file")
     add("--non-private", action="store_true", help="the same training without clipping and noise, for comparison")
     add("--dry-run", action="store_true", help="print noise, ε, time and memory of the run, measured on random text")
     add(

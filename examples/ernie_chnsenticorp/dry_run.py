@@ -36,6 +36,8 @@ def dry_run(args: argparse.Namespace) -> int:
         reviews.DataError, ernie.ModelError, ValueError: what the run itself would refuse.
     """
     data = reviews.load(args.data)
+    if args.drop_test_texts:
+        data = reviews.without_test_texts(data)
     rows = len(data.train) if args.keep_duplicates else len(reviews.deduplicate(data.train).rows)
     print(
         f"dry run: of {args.data} the {rows} training rows were counted and the {len(data.labels)} labels listed; all "

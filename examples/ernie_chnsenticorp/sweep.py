@@ -76,10 +76,11 @@ SETTINGS = (
         "--epochs 3 --batch-size 32 --learning-rate 1e-3",
     ),
     Setting(
-        "full",
-        "--strategy full --max-length 96",
-        "--epochs 3 --batch-size 1024 --physical-batch-size 64 --learning-rate 2e-4 --clip-norm 0.5",
-        "--epochs 4 --batch-size 32 --learning-rate 1e-4",
+        "all layers",
+        "--strategy full",
+        "--freeze-layers 0 --max-length 64 --epochs 4 --batch-size 1024 --physical-batch-size 128 "
+        "--learning-rate 1e-3 --clip-norm 0.1",
+        "--max-length 96 --epochs 4 --batch-size 32 --learning-rate 1e-4",
     ),
 )
 

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if resumed:
         refuse_where_nothing_is_left(folder)
     data = reviews.load(args.data)
+    if args.drop_test_texts:
+        data = reviews.without_test_texts(data)
     if args.staged and not staged.passed(folder):
         learns = staged.stage_one(args, data, folder)
         if args.non_private or not learns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,21 @@ def _digits() -> Images:
 def _scaled(pixels: Any, largest: int) -> Any:
     # By the format's range, not by the data's mean: a statistic of the training rows would itself cost ε.
     return (pixels[:, None].astype("float32") * (2 / largest) - 1).astype("float32")
+
+
+def views(pixels: Any, count: int, mirror: bool, random: np.random.Generator) -> Iterator[Any]:
+    """The images ``[rows, 1, size, size]``, then ``count - 1`` times with each moved by up to a pixel either way.
+
+    What moves in from outside is background.
+
+    Args:
+        mirror: also turn each left to right, with probability 1/2.
+    """
+    yield pixels
+    rows, size = len(pixels), pixels.shape[-1]
+    padded = np.pad(pixels[:, 0], ((0, 0), (1, 1), (1, 1)), constant_values=-1.0)
+    for _ in range(count - 1):
+        down, across = (random.integers(0, 3, (rows, 1)) + np.arange(size) for _ in range(2))
+        if mirror:
+            across = np.where(random.random((rows, 1)) < 0.5, across[:, ::-1], across)
+        yield padded[np.arange(rows)[:, None, None], down[:, :, None], across[:, None, :]][:, None]

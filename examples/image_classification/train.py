@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
-from images import DataError, Images, load
+from images import DataError, Images, load, views
 from networks import NETWORKS
 from paddle.io import DataLoader
 from paddle.nn import functional as F
@@ -78,9 +79,13 @@ def plain_optimizer(args: argparse.Namespace, model: Any, images: Images) -> tup
 
 def train(args: argparse.Namespace, model: Any, images: Images, loader: DataLoader, optimizer: Any) -> None:
     started = time.monotonic()
+    random = np.random.default_rng()
     for epoch in range(1, args.epochs + 1):
         for pixels, labels in loader:
-            F.cross_entropy(model(pixels), labels).backward()
+            # A forward each and one backward: a row's gradient is that of its mean loss, and is clipped as one.
+            seen = views(pixels.numpy(), args.views, args.mirror, random)
+            losses = [F.cross_entropy(model(paddle.to_tensor(view)), labels) for view in seen]
+            (sum(losses[1:], losses[0]) / args.views).backward()
             optimizer.step()
             optimizer.clear_grad()
         # The training loss is not shown: it is a function of rows that ε does not cover.
@@ -146,10 +151,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--physical-batch-size", type=int, default=512, help="rows per forward pass; bounds memory (default 512)")
     for name, kind in (("epochs", int), ("batch-size", int), ("learning-rate", float), ("clip-norm", float)):
         add(f"--{name}", type=kind, help="default by data; config.json records it")
+    add("--views", type=int, default=1, help="augmented versions of a row whose gradients are averaged before clipping")
     add("--seed", type=int, default=0, help="of initial weights; noise and sampling use the system's randomness")
     add("--output", type=Path, default=Path("runs") / time.strftime("images-%Y%m%d-%H%M%S"), help="must be new")
     add("--non-private", action="store_true", help="the same training without clipping and noise")
     args = parser.parse_args(argv)
+    if args.views < 1:
+        parser.error("--views must be at least 1")
+    # A mirrored shoe is a shoe, a mirrored digit is none.
+    args.mirror = args.data != "digits"
     for name, value in PRESETS["digits" if args.data == "digits" else "fashion"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -116,3 +116,45 @@ def test_digits_are_split_without_overlap(images):
     joined = np.concatenate([part[0] for part in (data.train, data.dev, data.test)]).reshape(-1, 64)
     original = load_digits().data / 8 - 1
     np.testing.assert_allclose(joined[np.lexsort(joined.T)], original[np.lexsort(original.T)], atol=1e-6)
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_views_are_the_image_moved_by_a_pixel(images, mirror):
+    """Each is one of the nine shifts of its image, or of the mirrored one; all of them occur."""
+    random = np.random.default_rng(0)
+    pixels = random.uniform(-1, 1, (200, 1, 6, 6)).astype("float32")
+    seen = list(images.views(pixels, 4, mirror, random))
+    assert len(seen) == 4
+    np.testing.assert_array_equal(seen[0], pixels)
+    found = set()
+    for view in seen[1:]:
+        assert view.shape == pixels.shape
+        assert view.dtype == pixels.dtype
+        for original, moved in zip(pixels[:, 0], view[:, 0]):
+            versions = {}
+            for turned in (False, True) if mirror else (False,):
+                padded = np.pad(original[:, ::-1] if turned else original, 1, constant_values=-1.0)
+                for down in range(3):
+                    for across in range(3):
+                        versions[turned, down, across] = padded[down : down + 6, across : across + 6]
+            same = [name for name, version in versions.items() if np.array_equal(version, moved)]
+            assert len(same) == 1
+            found.add(same[0])
+    # 600 draws of 18: one that never occurs has probability below 1e-13.
+    assert len(found) == (18 if mirror else 9)
+
+
+def test_views_are_averaged_into_one_gradient_a_row(folder, tmp_path):
+    """ε is that of one view: the copies are no further rows."""
+    spent = []
+    for count in (1, 3):
+        output = tmp_path / f"views{count}"
+        flags = ("--epochs", 1, "--batch-size", 40, "--accountant", "rdp", "--views", count)
+        done = run("--data", folder, *flags, "--output", output)
+        assert done.returncode == 0, done.stderr
+        assert "several times" not in done.stderr
+        spent.append(json.loads((output / "summary.json").read_text())["epsilon"])
+    assert spent[0] == spent[1]
+    done = run("--data", folder, "--views", 0)
+    assert done.returncode == 2
+    assert "--views must be at least 1" in done.stderr

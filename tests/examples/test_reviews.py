@@ -104,3 +104,23 @@ def test_a_text_with_all_its_copies_changes_the_training_set_by_one_row_at_most(
 def test_unseen_compares_texts_with_all_of_train():
     train = [("甲", 1), ("乙", 0), ("乙", 1)]
     assert reviews.unseen_mask([("甲", 0), ("乙", 1), ("丙", 1)], train) == [False, False, True]
+
+
+def test_training_rows_whose_text_stands_in_the_test_file_can_go(run, small_folder):
+    from conftest import read
+
+    data = reviews.load(str(small_folder))
+    (shared,) = {text for text, _ in data.test} & {text for text, _ in data.train}
+    kept = reviews.without_test_texts(data)
+    assert kept.train == [row for row in data.train if row[0] != shared]
+    assert (kept.dev, kept.test) == (data.dev, data.test)
+    only = reviews.Reviews(data.test, data.dev, data.test, data.labels, public=False)
+    with pytest.raises(reviews.DataError, match="--drop-test-texts"):
+        reviews.without_test_texts(only)
+
+    code, folder, shown = run("--drop-test-texts", "--epochs", "1", "--batch-size", "100", "--max-length", "8")
+    assert code == 0, shown
+    assert read(folder, "config.json")["training_rows"] == len(reviews.deduplicate(kept.train).rows)
+    assert read(folder, "summary.json")["test_rows_unseen"] == len(data.test)
+    code, _, shown = run("--dry-run", "--drop-test-texts", "--batch-size", "100", "--max-length", "8")
+    assert f"the {len(reviews.deduplicate(kept.train).rows)} training rows were counted" in shown
