@@ -72,9 +72,11 @@ def scores_of(folder: Path, rows: list[tuple[str, int]]) -> tuple[np.ndarray, np
     from paddle_privacy.audit import losses_and_probabilities
 
     classifier = predict.load(folder)
-    return losses_and_probabilities(
-        classifier.network, [(*inputs, labels) for inputs, labels in classifier.batches(rows)]
-    )
+
+    def forward(network: Any, inputs: tuple[Any, ...]) -> Any:
+        return network(*inputs)
+
+    return losses_and_probabilities(classifier.network, classifier.batches(rows), forward)
 
 
 def write_tsv(path: Path, rows: list[tuple[str, int]]) -> None:

@@ -118,6 +118,7 @@ def test_a_probe_sees_every_layer_and_predicts_as_it_was_tested(run, pretrained,
     import ernie
     import paddle
     import reviews
+    from audited import scores_of
 
     code, folder, shown = run("--model", str(pretrained), "--strategy", "probe", *FEW_STEPS)
     assert code == 0, shown
@@ -140,6 +141,11 @@ def test_a_probe_sees_every_layer_and_predicts_as_it_was_tested(run, pretrained,
         scores = units @ weights["classifier.weight"] + weights["classifier.bias"]
         np.testing.assert_allclose(shares, np.exp(scores) / np.exp(scores).sum(), rtol=1e-3)
 
+    labels = np.array([label for _, label in test])
+    losses, _ = scores_of(folder / "model", test)
+    np.testing.assert_allclose(losses, -np.log(found[np.arange(len(test)), labels]), rtol=1e-4, atol=1e-6)
+
+    capsys.readouterr()
     assert predict.main([str(folder), *texts[:2]]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{shares.argmax()}\t{shares.max():.3f}\t{text}" for shares, text in zip(found[:2], texts[:2])]
