@@ -2,6 +2,7 @@
 
 import pytest
 import reviews
+from conftest import read
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,8 +108,6 @@ def test_unseen_compares_texts_with_all_of_train():
 
 
 def test_training_rows_whose_text_stands_in_the_test_file_can_go(run, small_folder):
-    from conftest import read
-
     data = reviews.load(str(small_folder))
     (shared,) = {text for text, _ in data.test} & {text for text, _ in data.train}
     kept = reviews.without_test_texts(data)
