@@ -10,6 +10,8 @@ from pathlib import Path
 from resuming import ResumeError, restored_flags
 
 STRATEGIES = ("full", "lora", "bitfit", "head", "probe", "prompt")
+HEADS = ("head", "probe")
+"""Strategies that train a head alone, on what the whole encoder makes of a text."""
 OPTIMIZERS = ("adamw", "adam", "adambc", "momentum", "sgd")
 CLIPPINGS = ("flat", "per_layer", "automatic", "psac", "adaptive")
 ACCOUNTANTS = ("pld", "rdp", "zcdp")
@@ -101,9 +103,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--optimizer adambc corrects for privacy noise, which --non-private does not add")
     if args.label_words is not None and args.strategy != "prompt":
         parser.error("--label-words is used by --strategy prompt only")
-    if args.strategy in ("head", "probe") and args.freeze_layers is not None:
+    if args.strategy in HEADS and args.freeze_layers is not None:
         parser.error(f"--strategy {args.strategy} freezes all layers; leave --freeze-layers out")
-    kind = "tiny" if args.model == "tiny" else args.strategy if args.strategy in ("head", "probe") else "pretrained"
+    kind = "tiny" if args.model == "tiny" else args.strategy if args.strategy in HEADS else "pretrained"
     preset = PRESETS[kind, not plain]
     for name, value in vars(preset).items():
         if getattr(args, name) is None:

@@ -2,7 +2,8 @@
 
     python examples/ernie_chnsenticorp/membership.py --data DIR runs/private runs/non-private
 
-Members are training rows drawn at random, non-members the test rows whose text stands nowhere in the training file.
+Members are training rows drawn at random, of those whose text does not stand in the test file (others are no members of
+a run with ``--drop-test-texts``); non-members the test rows whose text stands nowhere in the training file.
 The attack is the loss threshold (Yeom et al. 2018). The two files may differ in more than membership, so an AUC a
 little off 1/2 is no evidence of a leak; audited.py, where a coin decides who is in, gives bounds that hold.
 """
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     data = reviews.load(args.data)
     unseen = reviews.unseen_mask(data.test, data.train)
     outside = [row for row, new in zip(data.test, unseen) if new]
-    train = reviews.deduplicate(reviews.without_test_texts(data).train).rows  # members of every run, whatever its flags
+    train = reviews.deduplicate(reviews.without_test_texts(data).train).rows
     chosen = np.random.default_rng(args.seed).permutation(len(train))[: len(outside)]
     rows = [train[row] for row in chosen] + outside
     included = np.arange(len(rows)) < len(chosen)

@@ -93,15 +93,17 @@ def load(folder: Path) -> Classifier:
     try:
         recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         classes = len(json.loads((folder / "config.json").read_text(encoding="utf-8"))["id2label"])
+        # Read here, so that this file, too, is named where it is missing.
+        weights = io.BytesIO((folder / PROBE).read_bytes()) if recipe["strategy"] == "probe" else None
     except FileNotFoundError as missing:
         raise ernie.ModelError(f"{missing.filename} is missing; pass the run folder of a run that has ended") from None
     prompt = None if recipe["prompt"] is None else strategies.Prompt(**recipe["prompt"])
     model, tokenizer = ernie.load(str(folder), classes, 0.0, folder, masked_lm=prompt is not None)
     labels = [model.config.id2label[number] for number in range(classes)]
     features = None
-    if recipe["strategy"] == "probe":
+    if weights is not None:
         built = strategies.build_network(model, "probe", None, strategies.frozen_layers(model, "probe", None))
-        built.head.set_state_dict(paddle.load(str(folder / PROBE)))
+        built.head.set_state_dict(paddle.load(weights))
 
         def features(rows: Any) -> Any:
             return network.layer_features(model, rows, tokenizer.pad_token_id)

@@ -14,6 +14,7 @@ from typing import Any
 
 import ernie
 import network
+from arguments import HEADS
 
 LORA_RANK = 8
 PROBE_UNITS = 384
@@ -57,7 +58,7 @@ def read_prompt(tokenizer: Any, template: str, words: list[str] | None, labels: 
 
 def frozen_layers(model: Any, strategy: str, asked: int | None) -> int | None:
     """How many encoder layers are run once and for all: all of them under a strategy that trains a head alone."""
-    return len(model.base_model.encoder.layers) if strategy in ("head", "probe") else asked
+    return len(model.base_model.encoder.layers) if strategy in HEADS else asked
 
 
 def choose_parameters(model: Any, strategy: str, frozen: int | None) -> None:

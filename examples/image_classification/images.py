@@ -93,6 +93,8 @@ def views(pixels: Any, count: int, mirror: bool, random: np.random.Generator) ->
         mirror: also turn each left to right, with probability 1/2.
     """
     yield pixels
+    if count == 1:
+        return
     rows, size = len(pixels), pixels.shape[-1]
     padded = np.pad(pixels[:, 0], ((0, 0), (1, 1), (1, 1)), constant_values=-1.0)
     for _ in range(count - 1):

@@ -148,6 +148,9 @@ def test_a_probe_sees_every_layer_and_predicts_as_it_was_tested(run, pretrained,
     capsys.readouterr()
     assert predict.main([str(folder), *texts[:2]]) == 0
     shown = capsys.readouterr().out.splitlines()
+    (folder / "model" / predict.PROBE).unlink()
+    with pytest.raises(ernie.ModelError, match="probe.pdparams is missing"):
+        predict.load(folder / "model")
     assert shown == [f"{shares.argmax()}\t{shares.max():.3f}\t{text}" for shares, text in zip(found[:2], texts[:2])]
 
 
