@@ -15,6 +15,14 @@ class UnsupportedLayer(PrivacyError):
     """A layer whose per-sample gradients cannot be bounded; the message names its path."""
 
 
+class SamplesCoupled(UnsupportedLayer):
+    """One sample's data was found to reach another sample's gradient.
+
+    Unlike an argument that is refused, this is true of the steps already taken as well: the optimizer says how many
+    there were, and the run's ledger records that its guarantee is void.
+    """
+
+
 class PrivacyBudgetExceeded(PrivacyError):
     """The next step would spend more than ``max_epsilon``; the weights have not been touched."""
 
